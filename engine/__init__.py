@@ -1,0 +1,1 @@
+"""Builds MLX models from family descriptions."""

@@ -1,0 +1,1 @@
+"""Family files: one YAML document per Mixture-of-Experts family (package data)."""

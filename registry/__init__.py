@@ -1,0 +1,1 @@
+"""The catalogue of families and everything that can be known without MLX."""
