@@ -1,0 +1,43 @@
+"""The expert computation for one token row, once for each back-end, and the truth they are held to.
+
+``naive`` is the float32 truth and ``gather`` the fall-back for any number of rows. ``cpu``, ``cuda`` and
+``metal`` are the fused forms; each offers the two functions of ``FusedKernel``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from mlx_experts.engine.kernels.facts import Decline, Device
+from mlx_experts.engine.kernels.pack import PackedExperts
+
+
+class FusedRun(Protocol):
+    """One token through its experts: ``sum_k weights[k] * down_k(act(gate_k x, up_k x))``.
+
+    Takes ``x`` ``[..., H]`` with one row, ``indices`` ``[..., K]`` (any integer dtype, any order) and
+    ``weights`` ``[..., K]`` (float32). Returns ``y`` in the shape and dtype of ``x``, rounded once.
+    """
+
+    def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array: ...
+
+
+class FusedKernel(Protocol):
+    """What a fused back-end offers, as a module."""
+
+    def unavailable(self) -> Decline | None:
+        """Why this machine cannot run the kernel at all, or None when it can."""
+
+    def prepare(self, experts: PackedExperts, dtype: mx.Dtype) -> FusedRun | Decline:
+        """Everything that can be done once for these weights and this activation dtype.
+
+        Called after the gate has accepted; a Decline here is for what only the arrays can tell.
+        """
+
+
+def fused_kernel(device: Device) -> FusedKernel:
+    """The fused back-end of a device, imported on first use."""
+    return cast(FusedKernel, importlib.import_module(f"mlx_experts.engine.kernels.{device}"))
