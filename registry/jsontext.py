@@ -33,7 +33,8 @@ def kind_of(value: object) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    return {dict: "object", list: "list", str: "string"}.get(type(value), type(value).__name__)
+    names: dict[type, str] = {dict: "object", list: "list", str: "string"}
+    return names.get(type(value), type(value).__name__)
 
 
 def parse_object(raw: bytes, file: str, *, lenient: bool = False) -> dict[str, Any]:

@@ -1,0 +1,183 @@
+"""Grouped-query attention with the switches that a family may set.
+
+Legend: B batch, L tokens, D model width, h query heads, g key-value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_experts.engine.modules import ZeroCentredRMSNorm, place
+from mlx_experts.engine.rope import Rope
+from mlx_experts.engine.state import ForwardState
+from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.resolve import LayerPlan
+from mlx_experts.registry.schema import GqaSpec, NormSpec, TemperatureSpec
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023).
+
+    Args:
+        layer: the layer's plan; its mixer is a resolved ``GqaSpec``.
+        norm: the decoder's norm, whose offset the query and key norms share.
+    """
+
+    def __init__(self, layer: LayerPlan, norm: NormSpec) -> None:
+        super().__init__()
+        spec, sizes = layer.mixer, layer.sizes
+        assert isinstance(spec, GqaSpec)
+        self._spec, self._layer = spec, layer.index
+        self.heads = spec.heads or sizes.num_heads
+        self.kv_heads = spec.kv_heads or sizes.num_kv_heads
+        self.head_dim = spec.head_dim or sizes.head_dim
+        self.v_head_dim = spec.v_head_dim or self.head_dim
+        self.scale = spec.scale if spec.scale is not None else self.head_dim**-0.5
+        self.window = spec.window + spec.window_extra if spec.window else None
+        self.owns_kv = not spec.share_kv_every or layer.index % spec.share_kv_every == 0
+        self._gated = spec.gate is not None and spec.gate.enabled
+        self._build(spec, sizes.hidden_size, norm, sizes.norm_eps)
+        if layer.rope is not None:
+            self._rope = Rope(layer.rope, layer.rope.width(self.head_dim), self.head_dim)
+        else:
+            self._rope = None
+
+    def _build(self, spec: GqaSpec, width: int, norm: NormSpec, eps: float) -> None:
+        names = spec.names
+        packed = spec.gate is not None and spec.gate.path is None and self._gated
+        q_width = self.heads * self.head_dim * (2 if packed else 1)
+        k_width, v_width = self.kv_heads * self.head_dim, self.kv_heads * self.v_head_dim
+        if names.qkv is not None:
+            place(self, names.qkv, nn.Linear(width, q_width + k_width + v_width, bias=spec.qkv_bias))
+        else:
+            place(self, names.q, nn.Linear(width, q_width, bias=spec.qkv_bias))
+            if self.owns_kv:
+                place(self, names.k, nn.Linear(width, k_width, bias=spec.qkv_bias))
+                place(self, names.v, nn.Linear(width, v_width, bias=spec.qkv_bias))
+        place(self, names.o, nn.Linear(self.heads * self.v_head_dim, width, bias=spec.out_bias))
+        self._q_norm = self._k_norm = None
+        qk = spec.qk_norm
+        if qk is not None and qk.enabled:
+            qk_eps = qk.eps if qk.eps is not None else eps
+            full = qk.over == "full"
+            dims = (self.heads * self.head_dim, k_width) if full else (self.head_dim, self.head_dim)
+            if qk.weight:
+                kind = ZeroCentredRMSNorm if norm.offset == "run" else nn.RMSNorm
+                self[qk.q] = kind(dims[0], eps=qk_eps)
+                if self.owns_kv:
+                    self[qk.k] = kind(dims[1], eps=qk_eps)
+            self._qk_eps = qk_eps
+        if self._gated and spec.gate is not None and spec.gate.path is not None:
+            per_head = self.v_head_dim if spec.gate.over == "element" else 1
+            place(self, spec.gate.path, nn.Linear(width, self.heads * per_head, bias=False))
+        if spec.sinks is not None and spec.sinks_enabled:
+            self[spec.sinks] = mx.zeros((self.heads,))
+
+    def _project(self, x: mx.array) -> tuple[mx.array, Any, Any, mx.array | None]:
+        """Queries, keys, values and a gate packed with the queries; heads not yet split."""
+        names, gate = self._spec.names, None
+        if names.qkv is not None:
+            q_width, k_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            q, k, v = mx.split(self[names.qkv](x), [q_width, q_width + k_width], axis=-1)
+        else:
+            q = self[names.q](x)
+            k, v = (self[names.k](x), self[names.v](x)) if self.owns_kv else (None, None)
+        if self._gated and self._spec.gate is not None and self._spec.gate.path is None:
+            # Packed per head as [q, gate], not as two halves of the matrix.
+            pairs = q.reshape(*q.shape[:-1], self.heads, 2, self.head_dim)
+            q, gate = (pairs[..., i, :].flatten(-2) for i in (0, 1))
+        return q, k, v, gate
+
+    def _normalise(self, q: mx.array, k: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        qk = self._spec.qk_norm
+        assert qk is not None
+        if qk.weight:
+            return self[qk.q](q), self[qk.k](k) if k is not None else None
+        return mx.fast.rms_norm(q, None, self._qk_eps), (
+            mx.fast.rms_norm(k, None, self._qk_eps) if k is not None else None
+        )
+
+    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
+        spec, (B, L, _) = self._spec, x.shape
+        q, k, v, gate = self._project(x)
+        qk = spec.qk_norm if spec.qk_norm is not None and spec.qk_norm.enabled else None
+        if qk is not None and qk.over == "full":
+            q, k = self._normalise(q, k)
+        if spec.clip is not None:
+            q, k, v = (None if t is None else mx.clip(t, -spec.clip, spec.clip) for t in (q, k, v))
+        q = q.reshape(B, L, self.heads, self.head_dim)
+        if k is not None:
+            k = k.reshape(B, L, self.kv_heads, self.head_dim)
+        if qk is not None and qk.over == "head" and not qk.after_rope:
+            q, k = self._normalise(q, k)
+        q = q.swapaxes(1, 2)
+        k = k.swapaxes(1, 2) if k is not None else None
+        offset = cache.offset if cache is not None else 0
+        if not self.owns_kv:
+            offset = state.shared["kv_offset"]
+        if self._rope is not None:
+            q = self._rope(q, offset)
+            k = self._rope(k, offset) if k is not None else None
+        if qk is not None and qk.over == "head" and qk.after_rope:
+            q, k = self._normalise(q, k)
+        if spec.temperature is not None and spec.temperature.enabled:
+            q = q * query_temperature(spec.temperature, offset, L, q.dtype)
+        if k is not None:
+            v = v.reshape(B, L, self.kv_heads, self.v_head_dim).swapaxes(1, 2)
+            v = v if spec.value_scale == 1.0 else v * spec.value_scale
+            mask = state.attention_mask(x, cache, self.window)
+            if cache is not None:
+                k, v = cache.update_and_fetch(k, v)
+            if spec.share_kv_every:
+                state.shared["kv"] = (k, v, cache, mask)
+                state.shared["kv_offset"] = offset
+        else:
+            k, v, cache, mask = state.shared["kv"]
+        out = scaled_dot_product_attention(
+            q, k, v, cache=cache, scale=self.scale, mask=mask, sinks=self._sinks(q.dtype)
+        )
+        out = out.swapaxes(1, 2).reshape(B, L, self.heads * self.v_head_dim)
+        return self[spec.names.o](self._gate(out, x, gate))
+
+    def _sinks(self, dtype: mx.Dtype) -> mx.array | None:
+        leaf = self._spec.sinks
+        return self[leaf].astype(dtype) if leaf is not None and self._spec.sinks_enabled else None
+
+    def _gate(self, out: mx.array, x: mx.array, packed: mx.array | None) -> mx.array:
+        gate = self._spec.gate
+        if gate is None or not gate.enabled:
+            return out
+        logits = packed if packed is not None else self[gate.path](x)
+        if gate.function == "softplus":
+            factor = nn.softplus(logits.astype(mx.float32)).astype(out.dtype)
+        else:
+            factor = mx.sigmoid(logits)
+        if gate.over == "element":
+            return out * factor
+        heads = out.reshape(*out.shape[:-1], self.heads, self.v_head_dim)
+        return (heads * factor[..., None]).flatten(-2)
+
+    def make_cache(self) -> Any:
+        """A cache for this layer, or None where it reads another layer's."""
+        if not self.owns_kv:
+            return None
+        if self.window is not None:
+            return RotatingKVCache(max_size=self.window, keep=0)
+        return KVCache()
+
+
+def query_temperature(spec: TemperatureSpec, offset: Any, length: int, dtype: mx.Dtype) -> mx.array:
+    """Factors ``[L, 1]`` (or ``[B, 1, L, 1]`` in a padded batch) on queries by their position."""
+    if spec.floor <= 0:
+        raise ConfigError("the query scale needs a positive number of positions", found=str(spec.floor))
+    steps = mx.arange(length)
+    positions = offset[:, None] + steps if isinstance(offset, mx.array) and offset.ndim else offset + steps
+    growth = mx.log1p(mx.floor((positions.astype(mx.float32) + spec.shift) / spec.floor))
+    factors = (1.0 + spec.scale * growth).astype(dtype)[..., None]
+    return factors[:, None] if factors.ndim == 3 else factors

@@ -1,0 +1,64 @@
+"""Placing modules under the paths that checkpoints name, and the decoder's norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.registry.schema import NormSpec
+
+
+def place(parent: nn.Module, path: str, child: Any) -> Any:
+    """Put ``child`` at a dotted path below ``parent``, making plain modules on the way.
+
+    Returns:
+        The child.
+    """
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if name not in parent:
+            parent[name] = nn.Module()
+        parent = parent[name]
+    parent[leaf] = child
+    return child
+
+
+def find(parent: nn.Module, path: str) -> Any:
+    """The module or array at a dotted path below ``parent``; ``parent`` itself for an empty path.
+
+    Looked up at each call because quantising and adapters replace modules in the tree.
+    """
+    if path:
+        for name in path.split("."):
+            parent = parent[name]
+    return parent
+
+
+class ZeroCentredRMSNorm(nn.Module):
+    """RMSNorm whose stored weight is the distance from one: ``x / rms(x) * (1 + weight)``."""
+
+    def __init__(self, dims: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.zeros((dims,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, 1.0 + self.weight, self.eps)
+
+
+def make_norm(spec: NormSpec, dims: int, eps: float) -> nn.Module:
+    """The norm that a family declares, over the last axis of width ``dims``."""
+    eps = spec.eps if spec.eps is not None else eps
+    if spec.kind == "layer":
+        return nn.LayerNorm(dims, eps=eps)
+    if spec.kind == "layer_no_bias":
+        return nn.LayerNorm(dims, eps=eps, bias=False)
+    if spec.offset == "run":
+        return ZeroCentredRMSNorm(dims, eps)
+    return nn.RMSNorm(dims, eps=eps)
+
+
+class BareLinear(nn.Linear):
+    """A matrix that conversion keeps in full precision, although a quantised file of it can be read."""

@@ -1,0 +1,219 @@
+"""Rotary position embeddings by rope type, after transformers' ``modeling_rope_utils``.
+
+Each type gives inverse frequencies and a factor on the rotated slice. Types that depend on the
+length (dynamic, longrope) work them out at each call; offsets may be numbers or, in batches, arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.resolve import RopePlan
+
+Offset = int | mx.array
+
+
+class Rope(nn.Module):
+    """Rotates the first ``dims`` values of each head.
+
+    Args:
+        plan: rotary parameters of the layer.
+        dims: rotated width.
+        head_dim: width of the head, which proportional rope counts its frequencies by.
+    """
+
+    def __init__(self, plan: RopePlan, dims: int, head_dim: int | None = None) -> None:
+        super().__init__()
+        if dims <= 0 or dims % 2:
+            raise ConfigError(
+                "the rotated width of a head must be a positive even number",
+                where="config.json",
+                found=str(dims),
+            )
+        self.dims = dims
+        self.traditional = plan.style == "interleaved"
+        builder = _TYPES.get(plan.type)
+        if builder is None:
+            raise ConfigError(
+                "the rope type is not known",
+                where="config.json, rope_parameters or rope_scaling",
+                expected=", ".join(sorted(_TYPES)),
+                found=plan.type,
+            )
+        try:
+            self._frequencies = builder(plan, dims, head_dim or dims)
+        except KeyError as error:
+            raise ConfigError(
+                f"rope type '{plan.type}' needs {error}",
+                where="config.json, rope_parameters or rope_scaling",
+                found=", ".join(sorted(plan.params)),
+            ) from error
+        if plan.type == "proportional":
+            self.dims = head_dim or dims
+
+    def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
+        """``x`` [B, heads, L, head_dim] rotated by positions ``offset`` .. ``offset + L - 1``."""
+        freqs, factor = self._frequencies(offset, x.shape[-2])
+        if isinstance(factor, mx.array) or factor != 1.0:
+            rotated = x[..., : self.dims] * mx.array(factor).astype(x.dtype)
+            x = mx.concatenate([rotated, x[..., self.dims :]], axis=-1)
+        return mx.fast.rope(
+            x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=freqs
+        )
+
+
+Frequencies = Callable[[Offset, int], tuple[mx.array, Any]]
+
+
+def _wavelengths(theta: float, dims: int) -> mx.array:
+    return theta ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+
+
+def _fixed(freqs: mx.array, factor: float = 1.0) -> Frequencies:
+    mx.eval(freqs)
+    return lambda offset, length: (freqs, factor)
+
+
+def _default(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    return _fixed(_wavelengths(plan.theta, dims))
+
+
+def _linear(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    return _fixed(_wavelengths(plan.theta, dims) * plan.params["factor"])
+
+
+def _proportional(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    """Frequencies spaced by the whole head, of which only a share turns."""
+    angles = int(plan.partial * head_dim // 2)
+    turning = plan.theta ** (mx.arange(0, 2 * angles, 2, dtype=mx.float32) / head_dim)
+    still = mx.full((head_dim // 2 - angles,), mx.inf)
+    return _fixed(mx.concatenate([turning * plan.params.get("factor", 1.0), still]))
+
+
+def _original_length(plan: RopePlan) -> int:
+    length = plan.params.get("original_max_position_embeddings") or plan.max_positions
+    if not isinstance(length, int) or length <= 0:
+        raise ConfigError(
+            f"rope type '{plan.type}' needs the original context length",
+            where="config.json",
+            expected="original_max_position_embeddings or max_position_embeddings",
+        )
+    return length
+
+
+def _dynamic(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    """NTK scaling that follows the length past the original one."""
+    original, factor = _original_length(plan), plan.params["factor"]
+    exponents = mx.arange(0, dims, 2, dtype=mx.float32) / dims
+
+    def frequencies(offset: Offset, length: int) -> tuple[mx.array, float]:
+        seen = mx.maximum(mx.max(mx.array(offset)) + length, original).astype(mx.float32)
+        base = plan.theta * ((factor * seen / original) - (factor - 1)) ** (dims / (dims - 2))
+        return base**exponents, 1.0
+
+    return frequencies
+
+
+def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
+    """YaRN's magnitude correction, `0.1 * mscale * ln(scale) + 1` (Peng et al. 2023, section 3.4)."""
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+def _yarn(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    """Interpolates slow frequencies, keeps fast ones, ramps between (Peng et al. 2023)."""
+    p, original = plan.params, _original_length(plan)
+    scale = p.get("factor") or (plan.max_positions or original) / original
+    factor = p.get("attention_factor")
+    if factor is None:
+        mscale, all_dim = p.get("mscale"), p.get("mscale_all_dim")
+        factor = (
+            yarn_mscale(scale, mscale) / yarn_mscale(scale, all_dim)
+            if mscale and all_dim
+            else yarn_mscale(scale)
+        )
+
+    def dimension(rotations: float) -> float:
+        return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(plan.theta))
+
+    low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001
+    ramp = mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / (high - low), 0, 1)
+    kept = 1.0 / _wavelengths(plan.theta, dims)
+    return _fixed(1.0 / (kept / scale * ramp + kept * (1 - ramp)), factor)
+
+
+def _llama3(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    """Llama 3.1's three bands: kept, smoothed and divided frequencies."""
+    p = plan.params
+    factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
+    original = _original_length(plan)
+    inverse = 1.0 / _wavelengths(plan.theta, dims)
+    wavelength = 2 * math.pi / inverse
+    smooth = (original / wavelength - low) / (high - low)
+    medium = (1 - smooth) * inverse / factor + smooth * inverse
+    scaled = mx.where(wavelength > original / low, inverse / factor, inverse)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return _fixed(1.0 / mx.where(between, medium, scaled))
+
+
+def _longrope(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    """Per-frequency factors, one list up to the original length and one beyond (Ding et al. 2024)."""
+    p, original = plan.params, _original_length(plan)
+    base = _wavelengths(plan.theta, dims)
+    for name in ("short_factor", "long_factor"):
+        if len(p[name]) != dims // 2:
+            raise ConfigError(
+                f"'{name}' does not have one entry for each rotated pair",
+                where="config.json",
+                expected=f"{dims // 2} entries",
+                found=f"{len(p[name])} entries",
+            )
+    short, long = (base * mx.array(p[n], dtype=mx.float32) for n in ("short_factor", "long_factor"))
+    if p.get("always_short"):
+        long = short
+    mx.eval(short, long)
+    ratio = p.get("factor") or (plan.max_positions or original) / original
+    common = p.get("attention_factor")
+    if common is None:
+        common = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+    below, beyond = p.get("short_mscale") or common, p.get("long_mscale") or common
+
+    def frequencies(offset: Offset, length: int) -> tuple[mx.array, Any]:
+        if isinstance(offset, int):
+            return (long, beyond) if offset + length > original else (short, below)
+        past = mx.max(offset) + length > original
+        return mx.where(past, long, short), mx.where(past, beyond, below)
+
+    return frequencies
+
+
+def _ntk_alpha(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
+    """A base that is stretched once by `alpha ** (dims / (dims - 2))`; without alpha, the plain base."""
+    alpha = plan.params.get("alpha")
+    if not alpha:
+        return _dynamic(plan, dims, head_dim) if "factor" in plan.params else _default(plan, dims, head_dim)
+    return _fixed(_wavelengths(plan.theta * alpha ** (dims / (dims - 2)), dims))
+
+
+_TYPES: dict[str, Callable[[RopePlan, int, int], Frequencies]] = {
+    "default": _default,
+    "mrope": _default,
+    "linear": _linear,
+    "proportional": _proportional,
+    "dynamic": _ntk_alpha,
+    "yarn": _yarn,
+    "deepseek_yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,
+}

@@ -1,0 +1,34 @@
+"""What the layers of one forward pass share: masks, and values that one layer leaves for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
+
+
+class ForwardState:
+    """Made for each call of the model.
+
+    Args:
+        inputs: token ids ``[B, L]``.
+    """
+
+    def __init__(self, inputs: mx.array) -> None:
+        self.inputs = inputs
+        self.shared: dict[Any, Any] = {}
+        self._masks: dict[Any, Any] = {}
+
+    def attention_mask(self, x: mx.array, cache: Any, window: int | None = None) -> Any:
+        """The causal (and windowed) mask for a layer; made once for each kind of cache and window."""
+        key = (type(cache), window)
+        if key not in self._masks:
+            self._masks[key] = create_attention_mask(x, cache, window_size=window)
+        return self._masks[key]
+
+    def recurrent_mask(self, x: mx.array, cache: Any) -> Any:
+        """Which positions of a padded batch are real, for recurrent mixers; None when all are."""
+        if "recurrent" not in self._masks:
+            self._masks["recurrent"] = create_ssm_mask(x, cache)
+        return self._masks["recurrent"]

@@ -1,0 +1,170 @@
+"""Expands the rules of ``registry.rules`` to one value for each layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mlx_experts.registry import rules
+from mlx_experts.registry.config import ConfigView
+from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.values import Ref
+
+
+class ReadsRefs(Protocol):
+    """What an expansion needs of a resolver."""
+
+    def value(self, value: Any, layer: int) -> Any:
+        """A literal for a literal or a reference."""
+
+
+def expand_moe_layers(
+    layer_rules: tuple[rules.LayerRule, ...], view: ConfigView, count: int, resolver: ReadsRefs
+) -> list[bool]:
+    """Whether each layer has experts, by the first rule that applies.
+
+    Raises:
+        ConfigError: no rule applies, or a list is too short.
+    """
+    for rule in layer_rules:
+        if _applies(rule, view):
+            return [_has_experts(rule, i, view, count, resolver) for i in range(count)]
+    keys = [key for rule in layer_rules for key in _keys(rule)]
+    raise ConfigError(
+        "config.json does not say which layers have experts",
+        where="config.json",
+        expected=f"one of {', '.join(keys)}",
+    )
+
+
+def expand_types(
+    type_rules: tuple[rules.TypeRule, ...] | None, view: ConfigView, count: int, resolver: ReadsRefs
+) -> list[str]:
+    """The type of each layer, by the first rule that applies; `full_attention` without rules.
+
+    Raises:
+        ConfigError: no rule applies, a list is too short, or a value is not known.
+    """
+    if type_rules is None:
+        return ["full_attention"] * count
+    for rule in type_rules:
+        if _applies(rule, view):
+            return [_type(rule, i, view, count, resolver) for i in range(count)]
+    keys = [key for rule in type_rules for key in _keys(rule)]
+    raise ConfigError(
+        "config.json does not say which type each layer has",
+        where="config.json",
+        expected=f"one of {', '.join(keys)}",
+    )
+
+
+def _keys(rule: Any) -> list[str]:
+    """Config keys whose presence makes a rule apply."""
+    match rule:
+        case rules.ListRule() | rules.TypeList() | rules.IndexRule() | rules.LetterRule():
+            return [rule.key]
+        case rules.TypeLetters() | rules.TypeIndices():
+            return [rule.key]
+        case rules.FirstDense():
+            return _needed(rule.first)
+        case rules.SparseStep():
+            return _needed(rule.step)
+        case rules.Periodic() | rules.TypePeriodic():
+            return _needed(rule.period)
+        case rules.RangeRule():
+            return [rule.start]
+    return []
+
+
+def _needed(value: Any) -> list[str]:
+    return list(value.keys) if isinstance(value, Ref) and value.required else []
+
+
+def _applies(rule: Any, view: ConfigView) -> bool:
+    keys = _keys(rule)
+    if not any(view.get(key) is not None for key in keys) and keys:
+        return False
+    if isinstance(rule, rules.TypeLetters | rules.LetterRule):
+        return isinstance(view.get(rule.key), str)
+    if isinstance(rule, rules.TypeList | rules.ListRule):
+        return isinstance(view.get(rule.key), list)
+    return True
+
+
+def _entry(view: ConfigView, key: str, i: int, count: int) -> Any:
+    value = view.get(key)
+    if not isinstance(value, list | str) or len(value) < count:
+        raise ConfigError(
+            f"'{key}' does not have an entry for every layer",
+            where="config.json",
+            expected=f"{count} entries",
+            found=f"{len(value)} entries" if isinstance(value, list | str) else repr(value)[:60],
+        )
+    return value[i]
+
+
+def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) -> bool:
+    match rule:
+        case rules.AllLayers():
+            return True
+        case rules.ListRule():
+            entry = _entry(view, rule.key, i, count)
+            return bool(entry) if rule.value is True else entry == rule.value
+        case rules.FirstDense():
+            every = resolver.value(rule.every, i)
+            return bool(i >= resolver.value(rule.first, i) and i % every == 0)
+        case rules.SparseStep():
+            excepted = view.get(rule.dense) or []
+            step = resolver.value(rule.step, i)
+            return bool(step > 0 and i not in excepted and (i + 1) % step == 0)
+        case rules.Periodic():
+            period = resolver.value(rule.period, i)
+            offset = period - 1 if rule.offset == "last" else resolver.value(rule.offset, i)
+            return bool(i % period == offset)
+        case rules.RangeRule():
+            start, end = view.get(rule.start), view.get(rule.end)
+            first = min(start) if isinstance(start, list) else start
+            last = max(end) if isinstance(end, list) else end
+            last = count - 1 if last is None or last == -1 else last
+            return bool(first <= i <= last and (i + 1) % resolver.value(rule.interval, i) == 0)
+        case rules.IndexRule():
+            return i + rule.base in _indices(view.get(rule.key), rule.key)
+        case rules.LetterRule():
+            return bool(_entry(view, rule.key, i, count) == rule.letter)
+    raise AssertionError(f"no expansion for {type(rule).__name__}")
+
+
+def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) -> str:
+    match rule:
+        case rules.TypeList() | rules.TypeLetters():
+            entry = _entry(view, rule.key, i, count)
+            if rule.map is None:
+                return str(entry)
+            if entry not in rule.map:
+                raise ConfigError(
+                    f"'{rule.key}' holds a layer type that is not known",
+                    where=f"config.json, layer {i}",
+                    expected=", ".join(map(str, rule.map)),
+                    found=repr(entry)[:60],
+                )
+            return str(rule.map[entry])
+        case rules.TypePeriodic():
+            period = resolver.value(rule.period, i)
+            offset = period - 1 if rule.offset == "last" else resolver.value(rule.offset, i)
+            if rule.tail is not None and i >= count // period * period:
+                return rule.tail
+            return rule.is_ if i % period == offset else rule.otherwise
+        case rules.TypeIndices():
+            return rule.is_ if i + rule.base in _indices(view.get(rule.key), rule.key) else rule.otherwise
+        case rules.TypePattern():
+            return rule.types[i % len(rule.types)]
+    raise AssertionError(f"no expansion for {type(rule).__name__}")
+
+
+def _indices(value: Any, key: str) -> set[int]:
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        return {int(part) for part in parts if str(part).strip()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"'{key}' is not a list of layer indices", where="config.json", found=repr(value)[:60]
+        ) from error

@@ -1,0 +1,126 @@
+"""Checkpoint layouts as declared operations from tensor names on disk to names in the module tree.
+
+A path is a module path or a tensor name with `{layer}` and `{expert}` standing for numbers and a last
+`*` standing for any rest. An operation on a module path moves all of its planes (weight, scales,
+biases, bias, global_scale) together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mlx_experts.registry.values import AnyValue, Spec
+
+
+class PerExpert(Spec):
+    """One tensor for each expert and projection."""
+
+    kind: Literal["per_expert"] = Field(description="One tensor for each expert.")
+    path: str = Field(description="Path in the layer, without the expert's number.")
+    leaves: tuple[str, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
+
+
+class Stacked(Spec):
+    """All experts in one tensor, gate and up fused."""
+
+    kind: Literal["stacked"] = Field(description="All experts in one tensor; gate and up are fused.")
+    path: str = Field(description="Path in the layer.")
+    fused: str = Field("gate_up_proj", description="Leaf of the fused gate and up (of up when not gated).")
+    down: str = Field("down_proj", description="Leaf of the down projection.")
+    order: Literal["gate_up", "up_gate", "interleaved"] = Field(
+        "gate_up", description="Halves in this order, or rows in turn, gate first."
+    )
+    transposed: bool = Field(False, description="Matrices are [in, out].")
+    suffix: Literal["", ".weight"] = Field("", description="What follows the leaf.")
+    extra_rows: bool = Field(False, description="The fused stack may carry rows of identity experts.")
+
+
+class Split(Spec):
+    """All experts in one tensor for each projection."""
+
+    kind: Literal["split"] = Field(description="All experts in one tensor for each projection.")
+    path: str = Field(description="Path in the layer.")
+    leaves: tuple[str, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
+
+
+class Flat(Spec):
+    """All experts stacked along the rows of one matrix."""
+
+    kind: Literal["flat"] = Field(description="Matrices [experts * width, hidden].")
+    path: str = Field(description="Path in the layer.")
+    leaves: tuple[str, ...] = Field(description="Leaves: gate, up, down.")
+    down_transposed: bool = Field(description="The down matrix is stored [experts * width, hidden] as well.")
+
+
+ExpertLayout = Annotated[PerExpert | Stacked | Split | Flat, Field(discriminator="kind")]
+
+
+class Rename(Spec):
+    """Another name."""
+
+    op: Literal["rename"] = Field(description="Rename a module, a tensor or, with a last `*`, a subtree.")
+    source: str = Field(alias="from", description="Name on disk.")
+    target: str = Field(alias="to", description="Name in the module tree.")
+
+
+class SplitOp(Spec):
+    """One tensor on disk is several in the tree."""
+
+    op: Literal["split"] = Field(description="Cut a module's planes along their output rows.")
+    source: str = Field(alias="from", description="Name on disk.")
+    target: tuple[str, ...] = Field(alias="to", description="Names in the module tree, in order.")
+    interleaved: bool = Field(False, description="Rows in turn instead of blocks.")
+    groups: AnyValue = Field(1, description="Blocks repeat for each group (a config reference).")
+
+
+class ConcatOp(Spec):
+    """Several tensors on disk are one in the tree."""
+
+    op: Literal["concat"] = Field(description="Join modules' planes along their output rows.")
+    source: tuple[str, ...] = Field(alias="from", description="Names on disk, in order.")
+    target: str = Field(alias="to", description="Name in the module tree.")
+
+
+class ConvOp(Spec):
+    """A depthwise convolution's kernel, [C, 1, K] on disk and [C, K, 1] in MLX."""
+
+    op: Literal["conv"] = Field(description="Move the kernel axis; done when the middle axis is 1.")
+    source: str = Field(alias="from", description="Tensor name.")
+
+
+class ReshapeOp(Spec):
+    """Same values in another shape."""
+
+    op: Literal["reshape"] = Field(description="Give a tensor the shape that the module has.")
+    source: str = Field(alias="from", description="Tensor name.")
+
+
+class PluginOp(Spec):
+    """An operation that a plugin supplies."""
+
+    op: Literal["plugin"] = Field(description="A plugin's layout operation.")
+    name: str = Field(description="Name under which the plugin offers it.")
+    source: str = Field(alias="from", description="Module path it applies to.")
+    options: dict[str, AnyValue] = Field({}, description="Options of the operation.")
+
+
+LayoutOp = Annotated[Rename | SplitOp | ConcatOp | ConvOp | ReshapeOp | PluginOp, Field(discriminator="op")]
+
+
+class LayoutsSpec(Spec):
+    """What a checkpoint may look like. The module tree itself is always accepted."""
+
+    prefixes: tuple[str, ...] = Field(
+        (), description="Prefixes on disk of the text model, each replaced by the wrapper's."
+    )
+    experts: tuple[ExpertLayout, ...] = Field((), description="Layouts of the routed experts.")
+    save_as: Literal["tree", "per_expert"] = Field(
+        "tree", description="How experts are written: as in the module tree, or one by one as mlx-lm reads them."
+    )
+    ops: tuple[LayoutOp, ...] = Field((), description="Operations, applied in order.")
+    drop: tuple[str, ...] = Field((), description="Tensors that the text model does not have.")
+    drop_extra_layers: bool = Field(
+        False, description="Layers past the last one (next-token prediction) are dropped."
+    )

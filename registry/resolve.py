@@ -1,0 +1,404 @@
+"""Turns a family and a checkpoint's config.json into a plan: every reference read, every layer listed.
+
+The plan is made of the same frozen models as the family, with literals only, so that the engine
+never looks at a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast
+
+from pydantic import ValidationError
+
+from mlx_experts.registry.catalog import mixers
+from mlx_experts.registry.config import ConfigView
+from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.expand import expand_moe_layers, expand_types
+from mlx_experts.registry.schema import (
+    DenseSpec,
+    EmbeddingSpec,
+    Family,
+    GqaSpec,
+    HeadSpec,
+    MoeSpec,
+    NormSpec,
+    PluginMixerSpec,
+    RopeSpec,
+    SizesSpec,
+)
+from mlx_experts.registry.values import Ref, Spec
+
+S = TypeVar("S", bound=Spec)
+
+
+@dataclass(frozen=True)
+class RopePlan:
+    """Rotary parameters of one layer.
+
+    Args:
+        style: which pairs rotate together.
+        theta: base of the frequencies.
+        type: rope type, `default` for none.
+        partial: rotated share of the head; `dims` overrides it.
+        params: parameters of the rope type, as config.json names them.
+        max_positions: longest context, or None.
+    """
+
+    style: Literal["half", "interleaved"]
+    theta: float
+    type: str
+    partial: float
+    dims: int | None
+    params: dict[str, Any]
+    max_positions: int | None
+
+    def width(self, head_dim: int) -> int:
+        """Rotated width of a head."""
+        return self.dims if self.dims is not None else int(head_dim * self.partial)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one layer, all known."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dense_width: int | None
+    norm_eps: float
+    max_positions: int | None
+    num_experts: int
+    top_k: int
+    expert_width: int
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One decoder layer: its type, its mixer and its MLP."""
+
+    index: int
+    type: str
+    sizes: Sizes
+    mixer: GqaSpec | PluginMixerSpec | None
+    rope: RopePlan | None
+    mlp: Literal["moe", "dense", "none"]
+    moe: MoeSpec | None
+    dense: DenseSpec | None
+    residual_multiplier: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole model, ready to build."""
+
+    family: Family
+    sizes: Sizes
+    norm: NormSpec
+    embedding: EmbeddingSpec
+    head: HeadSpec
+    layers: tuple[LayerPlan, ...]
+    config: ConfigView
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Indices of the layers with experts."""
+        return [layer.index for layer in self.layers if layer.mlp == "moe"]
+
+
+def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
+    """Read every reference of ``family`` from ``config``.
+
+    Raises:
+        ConfigError: a needed key is absent, or a value cannot be.
+    """
+    view = ConfigView(config, family.text_key if family.text_config else None)
+    resolver = Resolver(family.family, view)
+    sizes = resolver.sizes(family.config, 0)
+    types = expand_types(family.layer_types, view, sizes.num_layers, resolver)
+    is_moe = expand_moe_layers(family.moe.layers, view, sizes.num_layers, resolver)
+    kinds = mixers(family)
+    layers = []
+    for i, kind in enumerate(types):
+        if family.layer_types is not None and kind not in kinds and "" not in kinds:
+            raise ConfigError(
+                f"layer {i} is of a type that the family does not know",
+                where="config.json",
+                found=kind,
+                expected=", ".join(sorted(k for k in kinds if k)),
+            )
+        layers.append(_layer(family, resolver, i, kind, kinds.get(kind, kinds.get("")), is_moe[i]))
+    return Plan(
+        family=family,
+        sizes=sizes,
+        norm=resolver.spec(family.norm, 0),
+        embedding=resolver.spec(family.embedding, 0),
+        head=resolver.spec(family.head, 0),
+        layers=tuple(layers),
+        config=view,
+    )
+
+
+def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: Any, is_moe: bool) -> LayerPlan:
+    sizes = resolver.sizes(family.config, i)
+    mixer = resolver.spec(mixer_spec, i) if mixer_spec is not None else None
+    mlp = family.mlp_variants.get(kind, "moe" if is_moe else "dense")
+    block = resolver.spec(family.block, i)
+    if mlp == "dense" and family.dense is None:
+        raise ConfigError(
+            f"layer {i} has no experts, and the family describes no dense MLP",
+            where="config.json",
+            hint="add a `dense:` section to the family file",
+        )
+    moe = resolver.spec(family.moe, i) if mlp == "moe" else None
+    if moe is not None:
+        _check_moe(moe, sizes, i)
+    if isinstance(mixer, GqaSpec):
+        _check_heads(mixer, sizes, i)
+    return LayerPlan(
+        index=i,
+        type=kind,
+        sizes=sizes,
+        mixer=mixer,
+        rope=resolver.rope(mixer_spec.rope, i, kind, sizes) if mixer is not None and mixer.rope else None,
+        mlp=mlp,
+        moe=moe,
+        dense=resolver.spec(family.dense, i) if mlp == "dense" and family.dense else None,
+        residual_multiplier=block.residual_multiplier,
+        options=block.options,
+    )
+
+
+def _check_moe(moe: MoeSpec, sizes: Sizes, i: int) -> None:
+    experts, groups = sizes.num_experts + moe.experts.zero_experts, moe.router.groups
+    if not 1 <= sizes.top_k <= experts:
+        raise ConfigError(
+            "a token cannot pick that many experts",
+            where=f"config.json, layer {i}",
+            expected=f"1 to {experts} experts a token",
+            found=str(sizes.top_k),
+        )
+    if groups is None or not groups.enabled or groups.count <= 1:
+        return
+    if groups.count < 1 or experts % groups.count:
+        raise ConfigError(
+            "the experts cannot be divided into that many groups",
+            where=f"config.json, layer {i}",
+            expected=f"a divisor of {experts}",
+            found=str(groups.count),
+        )
+    if not 1 <= groups.keep <= groups.count:
+        raise ConfigError(
+            "that many groups cannot be kept",
+            where=f"config.json, layer {i}",
+            expected=f"1 to {groups.count}",
+            found=str(groups.keep),
+        )
+    if groups.keep * (experts // groups.count) < sizes.top_k:
+        raise ConfigError(
+            "the kept groups hold fewer experts than a token picks",
+            where=f"config.json, layer {i}",
+            expected=f"at least {sizes.top_k} experts",
+            found=f"{groups.keep} groups of {experts // groups.count}",
+        )
+
+
+def _check_heads(mixer: GqaSpec, sizes: Sizes, i: int) -> None:
+    heads, kv_heads = mixer.heads or sizes.num_heads, mixer.kv_heads or sizes.num_kv_heads
+    if heads % kv_heads:
+        raise ConfigError(
+            "the query heads cannot share that many key-value heads",
+            where=f"config.json, layer {i}",
+            expected=f"a divisor of {heads}",
+            found=str(kv_heads),
+        )
+
+
+class Resolver:
+    """Replaces references by the values of one config.
+
+    Args:
+        family: the family's name, for messages.
+        view: the config.
+    """
+
+    def __init__(self, family: str, view: ConfigView) -> None:
+        self.family, self.view = family, view
+        self._shared_sizes: dict[tuple[Any, ...], Sizes] = {}
+
+    def ref(self, ref: Ref, layer: int) -> Any:
+        """The value a reference stands for at a layer."""
+        for key in ref.keys:
+            value = self.view.get(key)
+            if value is None:
+                continue
+            if ref.per_layer and isinstance(value, list):
+                if layer >= len(value):
+                    raise ConfigError(
+                        f"'{key}' has too few entries",
+                        where="config.json",
+                        expected=f"one for each layer, layer {layer} included",
+                        found=f"{len(value)} entries",
+                    )
+                value = value[layer]
+                if value is None:
+                    break
+            return self._mapped(ref, key, value)
+        if ref.required:
+            raise ConfigError(
+                f"config.json lacks '{ref}'",
+                where="config.json",
+                expected=f"a value that the family '{self.family}' needs",
+                hint="use the checkpoint's original config.json, or give the family file a default",
+            )
+        return ref.default
+
+    def _mapped(self, ref: Ref, key: str, value: Any) -> Any:
+        if ref.map is None:
+            return value
+        if not isinstance(value, str | bool | int) or value not in ref.map:
+            raise ConfigError(
+                f"'{key}' holds a value that the family '{self.family}' does not know",
+                where="config.json",
+                expected=", ".join(map(str, ref.map)),
+                found=repr(value)[:80],
+            )
+        return ref.map[value]
+
+    def value(self, value: Any, layer: int) -> Any:
+        """``value`` with every reference in it replaced; the same object where there is none."""
+        if isinstance(value, Ref):
+            return self.ref(value, layer)
+        if isinstance(value, Spec):
+            return self.spec(value, layer)
+        if isinstance(value, tuple | list):
+            return [self.value(v, layer) for v in value]
+        if isinstance(value, dict):
+            if "from" in value:
+                return self.ref(Ref.model_validate(value), layer)
+            return {k: self.value(v, layer) for k, v in value.items()}
+        return value
+
+    def spec(self, spec: S, layer: int) -> S:
+        """The section with literals only.
+
+        Raises:
+            ConfigError: a config value is of the wrong type, naming its key.
+        """
+        data: dict[str, Any] = {}
+        for name, info in type(spec).model_fields.items():
+            value = getattr(spec, name)
+            data[info.alias or name] = (
+                None if isinstance(value, RopeSpec) and name == "rope" else self.value(value, layer)
+            )
+        if "rope" in data and getattr(spec, "rope", None) is not None:
+            data["rope"] = spec.rope  # type: ignore[attr-defined]
+        try:
+            return type(spec).model_validate(data)
+        except ValidationError as error:
+            raise self._config_error(spec, error) from error
+
+    def _config_error(self, spec: Spec, error: ValidationError) -> ConfigError:
+        first = error.errors()[0]
+        source: Any = spec
+        for part in first["loc"]:
+            if isinstance(source, Ref):
+                break
+            source = getattr(source, str(part), source)
+        keys = str(source) if isinstance(source, Ref) else ".".join(map(str, first["loc"]))
+        return ConfigError(
+            f"'{keys}' holds a value that cannot be: {first['msg']}",
+            where="config.json",
+            found=repr(first["input"])[:80],
+        )
+
+    def sizes(self, spec: SizesSpec, layer: int) -> Sizes:
+        """The sizes at a layer, with what follows from them.
+
+        Raises:
+            ConfigError: a size is not positive.
+        """
+        read = self.spec(spec, layer)
+        values = {name: getattr(read, name) for name in SizesSpec.model_fields}
+        for name, value in values.items():
+            if value is None or (value > 0 and value < 2**31):
+                continue
+            ref = getattr(spec, name)
+            if name in ("dense_width", "expert_width") and value == 0:
+                continue
+            raise ConfigError(
+                f"'{ref}' must be a positive number of ordinary size", where="config.json", found=str(value)
+            )
+        if values["num_kv_heads"] is None:
+            values["num_kv_heads"] = values["num_heads"]
+        if values["head_dim"] is None:
+            if values["hidden_size"] % values["num_heads"]:
+                raise ConfigError(
+                    "the width cannot be divided by the heads, and no head width is given",
+                    where="config.json",
+                    expected=f"a multiple of {values['num_heads']}",
+                    found=str(values["hidden_size"]),
+                )
+            values["head_dim"] = values["hidden_size"] // values["num_heads"]
+        key = tuple(values.values())
+        return self._shared_sizes.setdefault(key, Sizes(**values))
+
+    def rope(self, spec: RopeSpec, layer: int, layer_type: str, sizes: Sizes) -> RopePlan | None:
+        """Rotary parameters from `rope_parameters` (flat or by layer type) or the older flat keys.
+
+        Args:
+            layer_type: picks the entry where `rope_parameters` is keyed by layer type.
+        """
+        if not self.value(spec.enabled, layer):
+            return None
+        nested = self.view.get("rope_parameters")
+        nested = nested if isinstance(nested, dict) else {}
+        if any(isinstance(v, dict) for v in nested.values()):
+            nested = nested.get(layer_type) or {}
+        scaling = self.view.get("rope_scaling")
+        scaling = scaling if isinstance(scaling, dict) else {}
+        if any(isinstance(v, dict) for v in scaling.values()):
+            scaling = scaling.get(layer_type) or {}
+        params: dict[str, Any] = {**scaling, **nested}
+        scaled = self.value(spec.scaled_types, layer)
+        kind = params.get("rope_type") or params.get("type") or spec.type or "default"
+        if not spec.scaling or (scaled is not None and layer_type not in scaled):
+            kind = "default"
+        theta = _one(params.get("rope_theta"), layer)
+        if theta is None:
+            theta = (
+                self.ref(Ref.model_validate({"from": "rope_theta"}), layer)
+                if spec.theta is None
+                else self.value(spec.theta, layer)
+            )
+        stated = _one(params.get("partial_rotary_factor"), layer)
+        dims = self.value(spec.dims, layer) if stated is None else None
+        original = self.view.get("original_max_position_embeddings")
+        if original is not None:
+            params.setdefault("original_max_position_embeddings", original)
+        options = self.value(spec.options, layer)
+        params = {**{k: v for k, v in options.items() if v is not None}, **params}
+        partial = self.value(spec.partial, layer) if stated is None else stated
+        for name, number in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+            if not isinstance(number, int | float) or isinstance(number, bool) or number <= 0:
+                raise ConfigError(
+                    f"'{name}' must be a positive number", where="config.json", found=repr(number)[:80]
+                )
+        return RopePlan(
+            style=spec.style,
+            theta=float(theta),
+            type=str(kind),
+            partial=float(partial),
+            dims=cast("int | None", dims),
+            params=params,
+            max_positions=sizes.max_positions,
+        )
+
+
+def _one(value: Any, layer: int) -> Any:
+    return value[layer] if isinstance(value, list) and layer < len(value) else value

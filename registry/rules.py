@@ -1,0 +1,133 @@
+"""Rules that say, for every layer, whether it has experts and which type it is.
+
+Rules stand in a list; the first whose config key is present is used. Each is expanded at build time
+into one value per layer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mlx_experts.registry.values import Int, Spec
+
+
+class AllLayers(Spec):
+    """Every layer."""
+
+    kind: Literal["all"] = Field(description="Every layer has experts.")
+
+
+class ListRule(Spec):
+    """A config list with one entry a layer."""
+
+    kind: Literal["list"] = Field(description="A list with one entry for each layer.")
+    key: str = Field(description="Config key of the list.")
+    value: Any = Field(True, description="Entries equal to this have experts; `true` matches truthy ones.")
+
+
+class FirstDense(Spec):
+    """Layers from an index on, optionally every n-th."""
+
+    kind: Literal["from_layer"] = Field(description="Layer i has experts when i >= first.")
+    first: Int = Field(description="First layer with experts.")
+    every: Int = Field(1, description="And i is a multiple of this.")
+
+
+class SparseStep(Spec):
+    """Every n-th layer except a list."""
+
+    kind: Literal["sparse_step"] = Field(description="(i + 1) % step == 0 and i is not excepted.")
+    step: Int = Field(description="The step.")
+    dense: str = Field(description="Config key with the list of excepted layers.")
+
+
+class Periodic(Spec):
+    """Every n-th layer from an offset."""
+
+    kind: Literal["periodic"] = Field(description="i % period == offset.")
+    period: Int = Field(description="The period.")
+    offset: Int | Literal["last"] = Field(description="The offset; `last` for period - 1.")
+
+
+class RangeRule(Spec):
+    """A range of layers at an interval."""
+
+    kind: Literal["range"] = Field(description="start <= i <= end and (i + 1) % interval == 0.")
+    start: str = Field(description="Config key of the first layer (a list gives its smallest).")
+    end: str = Field(description="Config key of the last layer; absent or -1 for the last one.")
+    interval: Int = Field(description="The interval.")
+
+
+class IndexRule(Spec):
+    """Explicit layer indices."""
+
+    kind: Literal["indices"] = Field(description="The layers that a config key lists.")
+    key: str = Field(description="Config key: a list, or a comma-separated string.")
+    base: int = Field(0, description="Index of the first layer in that list.")
+
+
+class LetterRule(Spec):
+    """A letter for each layer."""
+
+    kind: Literal["letters"] = Field(description="A string with one letter for each layer.")
+    key: str = Field(description="Config key of the string.")
+    letter: str = Field(description="Layers with this letter have experts.")
+
+
+LayerRule = Annotated[
+    AllLayers | ListRule | FirstDense | SparseStep | Periodic | RangeRule | IndexRule | LetterRule,
+    Field(discriminator="kind"),
+]
+
+
+class TypeList(Spec):
+    """A config list of layer types."""
+
+    kind: Literal["list"] = Field(description="A list with one entry for each layer.")
+    key: str = Field(description="Config key of the list.")
+    map: dict[str | int | bool, str] | None = Field(
+        None, description="Config values to the types used here; without it values are types."
+    )
+
+
+class TypeLetters(Spec):
+    """A letter for each layer."""
+
+    kind: Literal["letters"] = Field(description="A string with one letter for each layer.")
+    key: str = Field(description="Config key of the string.")
+    map: dict[str, str] = Field(description="Letters to layer types.")
+
+
+class TypePeriodic(Spec):
+    """Every n-th layer is of one type, the rest of another."""
+
+    kind: Literal["periodic"] = Field(description="(i + shift) % period == offset picks the type `is`.")
+    period: Int = Field(description="The period.")
+    offset: Int | Literal["last"] = Field(description="The offset; `last` for period - 1.")
+    is_: str = Field(alias="is", description="Type of the picked layers.")
+    otherwise: str = Field(description="Type of the other layers.")
+    tail: str | None = Field(None, description="Type of the layers of an incomplete last period.")
+
+
+class TypeIndices(Spec):
+    """Explicit layer indices of one type."""
+
+    kind: Literal["indices"] = Field(description="The layers that a config key lists are of the type `is`.")
+    key: str = Field(description="Config key of the list.")
+    base: int = Field(0, description="Index of the first layer in that list.")
+    is_: str = Field(alias="is", description="Type of the listed layers.")
+    otherwise: str = Field(description="Type of the other layers.")
+
+
+class TypePattern(Spec):
+    """A repeating list of types."""
+
+    kind: Literal["pattern"] = Field(description="The types repeat from the first layer on.")
+    types: tuple[str, ...] = Field(description="The types.")
+
+
+TypeRule = Annotated[
+    TypeList | TypeLetters | TypePeriodic | TypeIndices | TypePattern, Field(discriminator="kind")
+]

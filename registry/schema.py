@@ -1,0 +1,402 @@
+"""The vocabulary of a family file, as frozen pydantic models.
+
+A family file says what a family *is*; nothing here speaks of devices, kernels or bit widths. Every
+field that takes an Int, Num, Bool or Str also takes a reference to config.json (``registry.values``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from mlx_experts.registry.layouts import LayoutsSpec
+from mlx_experts.registry.rules import LayerRule, TypeRule
+from mlx_experts.registry.values import AnyValue, Bool, Int, Num, Ref, Spec, Str
+
+
+class ConfigTest(Spec):
+    """A declared test on config.json that tells two families with one model_type apart."""
+
+    has: str | None = Field(None, description="This key must be present and not null.")
+    lacks: str | None = Field(None, description="This key must be absent or null.")
+    equals: dict[str, Any] | None = Field(None, description="These keys must hold these values.")
+
+
+class NormSpec(Spec):
+    """The normalisation used by the decoder."""
+
+    kind: Literal["rms", "layer", "layer_no_bias"] = Field(
+        description="RMSNorm, LayerNorm with a bias, or LayerNorm without one."
+    )
+    eps: Num | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
+    offset: Literal["none", "load", "run"] = Field(
+        "none",
+        description="Zero-centred weights: `load` adds one while loading original checkpoints, "
+        "`run` adds one at run time.",
+    )
+
+
+class BlockSpec(Spec):
+    """How a decoder layer joins its two branches; a norm that is null does not exist."""
+
+    pre_mixer: str | None = Field("input_layernorm", description="Norm before the mixer.")
+    post_mixer: str | None = Field(None, description="Norm on the mixer's output.")
+    pre_mlp: str | None = Field("post_attention_layernorm", description="Norm before the MLP.")
+    post_mlp: str | None = Field(None, description="Norm on the MLP's output.")
+    parallel: bool = Field(False, description="Both branches read the first norm and are added together.")
+    residual_multiplier: Num = Field(1.0, description="Factor on each branch before it is added.")
+    kind: str = Field("standard", description="`standard`, or the name of a plugin's decoder layer.")
+    options: dict[str, AnyValue] = Field({}, description="Options of a plugin's decoder layer.")
+
+
+class NamesSpec(Spec):
+    """Module paths of the decoder's frame."""
+
+    wrapper: str = Field("", description="Module that holds the decoder and its head, or nothing.")
+    root: str = Field("model", description="Module of the decoder.")
+    embed: str = Field("embed_tokens", description="Token embedding, under the root.")
+    layers: str = Field("layers", description="The list of layers, under the root.")
+    norm: str | None = Field("norm", description="Final norm, under the root; null for none.")
+
+
+class EmbeddingSpec(Spec):
+    """The token embedding."""
+
+    multiplier: Num | Literal["sqrt_hidden"] = Field(1.0, description="Factor on the embeddings.")
+
+
+class HeadSpec(Spec):
+    """The output head."""
+
+    path: str = Field("lm_head", description="Module path beside the root.")
+    tied: Bool = Field(description="Whether the embedding serves as head.")
+    bias: Bool = Field(False, description="Whether the head has a bias.")
+    norm: str | None = Field(None, description="A norm inside the head, before its product.")
+    multiplier: Num = Field(1.0, description="Factor on the logits.")
+    divisor: Num = Field(1.0, description="Divisor of the logits.")
+    softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)`; 0 for none.")
+    normalise_rows: Bool = Field(False, description="Each row is L2-normalised while loading original files.")
+
+
+class RopeSpec(Spec):
+    """Rotary position embedding.
+
+    Parameters are read from `rope_parameters` (flat or by layer type) and from the older flat keys
+    `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+    """
+
+    style: Literal["half", "interleaved"] = Field(description="Which pairs of a head rotate together.")
+    theta: Num | None = Field(None, description="Base, where rope parameters do not state one.")
+    partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
+    dims: Int | None = Field(None, description="Rotated width; overrides the share when present.")
+    scaling: bool = Field(True, description="Whether the family knows rope scaling at all.")
+    scaled_types: AnyValue = Field(
+        None, description="Layer types that rope scaling is restricted to; absent means all."
+    )
+    type: str | None = Field(None, description="Rope type that is used unless the config names one.")
+    options: dict[str, AnyValue] = Field({}, description="Further parameters of the rope type.")
+    enabled: Bool = Field(True, description="Whether positions are rotated at all.")
+
+
+class QkNormSpec(Spec):
+    """Normalisation of queries and keys."""
+
+    over: Literal["head", "full"] = Field(description="The head axis, or the full width before the split.")
+    after_rope: bool = Field(False, description="Normalise after the rotation.")
+    weight: bool = Field(True, description="Whether the norms have weights.")
+    eps: Num | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
+    q: str = Field("q_norm", description="Leaf of the query norm.")
+    k: str = Field("k_norm", description="Leaf of the key norm.")
+    enabled: Bool = Field(True, description="Whether the norms exist.")
+
+
+class OutputGateSpec(Spec):
+    """A gate on the attention output, computed from the layer's normed input."""
+
+    function: Literal["sigmoid", "softplus"] = Field(description="The gate function.")
+    over: Literal["element", "head"] = Field(description="One value for each element or for each head.")
+    path: str | None = Field(None, description="Its own projection; absent: packed in q, per head [q, gate].")
+    enabled: Bool = Field(True, description="Whether the gate exists.")
+
+
+class GqaNames(Spec):
+    """Leaves of an attention module."""
+
+    q: str = Field("q_proj", description="Query projection.")
+    k: str = Field("k_proj", description="Key projection.")
+    v: str = Field("v_proj", description="Value projection.")
+    o: str = Field("o_proj", description="Output projection.")
+    qkv: str | None = Field(None, description="One projection for [q, k, v] in place of three.")
+
+
+class TemperatureSpec(Spec):
+    """Query scale that grows with the position: `1 + scale * log(1 + floor((pos + shift) / floor))`."""
+
+    scale: Num = Field(description="Factor on the logarithm.")
+    floor: Num = Field(description="Positions that share a value.")
+    shift: int = Field(0, description="Added to the position.")
+    enabled: Bool = Field(True, description="Whether queries are scaled.")
+
+
+class GqaSpec(Spec):
+    """Grouped-query attention."""
+
+    kind: Literal["gqa"] = Field(description="Grouped-query attention.")
+    path: str = Field("self_attn", description="Module path in the layer.")
+    heads: Int | None = Field(None, description="Query heads; the size `num_heads` when absent.")
+    kv_heads: Int | None = Field(None, description="Key-value heads; the size `num_kv_heads` when absent.")
+    head_dim: Int | None = Field(None, description="Head width; the size `head_dim` when absent.")
+    v_head_dim: Int | None = Field(None, description="Value head width; the head width when absent.")
+    names: GqaNames = Field(GqaNames(), description="Leaf names.")
+    qkv_bias: Bool = Field(description="Biases on q, k and v.")
+    out_bias: Bool = Field(description="Bias on the output projection.")
+    qk_norm: QkNormSpec | None = Field(None, description="Query and key norms.")
+    rope: RopeSpec | None = Field(None, description="Rotary embedding; null for none.")
+    window: Int | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
+    window_extra: int = Field(0, description="Tokens that the window is longer than the config says.")
+    chunk: Int | None = Field(None, description="Attention stays inside chunks of this many tokens.")
+    scale: Num | None = Field(None, description="Softmax scale; head_dim ** -0.5 when absent.")
+    clip: Num | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")
+    value_scale: Num = Field(1.0, description="Factor on the values.")
+    gate: OutputGateSpec | None = Field(None, description="Gate on the output.")
+    sinks: str | None = Field(None, description="Leaf with one learned sink logit for each head.")
+    sinks_enabled: Bool = Field(True, description="Whether the sinks exist.")
+    temperature: TemperatureSpec | None = Field(None, description="Position-dependent query scale.")
+    share_kv_every: Int | None = Field(
+        None, description="Only every n-th layer computes keys and values; the others reuse them."
+    )
+
+
+class PluginMixerSpec(Spec):
+    """A mixer that a plugin builds."""
+
+    kind: str = Field(description="The name under which a plugin offers the mixer.")
+    path: str = Field("self_attn", description="Module path in the layer.")
+    rope: RopeSpec | None = Field(None, description="Rotary embedding, for mixers that rotate.")
+    options: dict[str, AnyValue] = Field({}, description="Options of the mixer.")
+
+
+def _mixer_tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "gqa" if kind == "gqa" else "plugin"
+
+
+MixerSpec = Annotated[
+    Annotated[GqaSpec, Tag("gqa")] | Annotated[PluginMixerSpec, Tag("plugin")],
+    Discriminator(_mixer_tag),
+]
+
+
+class ActivationSpec(Spec):
+    """An MLP or expert activation with its constants."""
+
+    name: Str = Field(description="Name of the activation.")
+    alpha: Num = Field(1.0, description="Slope inside the sigmoid.")
+    limit: Num = Field(0.0, description="Clamp bound; 0 for none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_name_may_stand_alone(cls, data: Any) -> Any:
+        return {"name": data} if isinstance(data, str) else data
+
+
+class DenseSpec(Spec):
+    """The MLP of layers without experts."""
+
+    path: str = Field("mlp", description="Module path in the layer.")
+    width: Int | None = Field(None, description="Inner width; the size `dense_width` when absent.")
+    activation: ActivationSpec = Field(description="Activation.")
+    bias: Bool = Field(False, description="Biases on all projections.")
+    names: tuple[str, str, str] = Field(
+        ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
+    )
+
+
+class SelectionBiasSpec(Spec):
+    """A bias that is added to the scores for selection only."""
+
+    path: str = Field(description="Leaf, from the MoE module.")
+    enabled: Bool = Field(True, description="Whether the bias exists.")
+
+
+class GroupsSpec(Spec):
+    """Group-limited selection: only experts of the best groups can be picked."""
+
+    count: Int = Field(description="Number of groups.")
+    keep: Int = Field(description="Groups kept.")
+    score: Literal["top2", "max"] = Field(description="A group's score: sum of its two best, or its best.")
+    enabled: Bool = Field(True, description="Whether selection is limited.")
+
+
+class NormaliseSpec(Spec):
+    """Division of the selected weights by their sum."""
+
+    enabled: Bool = Field(description="Whether the weights are divided.")
+    eps: Num = Field(0.0, description="Added to the sum.")
+    clamp: Num = Field(0.0, description="Lower bound of the sum.")
+    skip_single: bool = Field(False, description="Not done when one expert is picked.")
+    p: Num = Field(1.0, description="The norm that divides: 1 for the sum of magnitudes.")
+
+
+class RouterSpec(Spec):
+    """How a token picks its experts: logits, score, selection, weights."""
+
+    path: str = Field(description="Leaf of the router's matrix, from the MoE module.")
+    form: Literal["linear", "bare"] = Field(
+        description="A Linear that conversion may quantise, or a bare matrix that it may not."
+    )
+    bias: Bool = Field(False, description="Whether the product has a bias.")
+    input_norm: str | None = Field(
+        None, description="Leaf of a scale: the input is RMS-normalised and multiplied by it."
+    )
+    dtype: Literal["model", "float32"] = Field(description="Type of the product with the router's matrix.")
+    multiplier: Num = Field(1.0, description="Factor on the logits.")
+    softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
+    select: str = Field("topk", description="`topk`, or the name of a plugin's selection.")
+    options: dict[str, AnyValue] = Field({}, description="Options of a plugin's selection.")
+    score: Str = Field(description="softmax, sigmoid or sqrtsoftplus.")
+    score_dtype: Literal["float32", "logits"] = Field(
+        "float32", description="Type the scores are computed in."
+    )
+    order: Literal["score_then_topk", "topk_then_score"] = Field(
+        description="Scores over all experts, or over the selected only."
+    )
+    selection_bias: SelectionBiasSpec | None = Field(None, description="Bias for selection only.")
+    groups: GroupsSpec | None = Field(None, description="Group-limited selection.")
+    normalise: NormaliseSpec | None = Field(None, description="Division by the sum.")
+    scale: Num = Field(1.0, description="Factor on the weights, after normalising.")
+    expert_scale: str | None = Field(None, description="Leaf of a learned factor for each expert.")
+
+
+class LatentSpec(Spec):
+    """A narrower space that the routed experts work in."""
+
+    width: Int = Field(description="Width of the space.")
+    down: str = Field(description="Leaf that projects into it.")
+    up: str = Field(description="Leaf that projects out of it, after the weighted sum.")
+    enabled: Bool = Field(True, description="Whether it exists.")
+
+
+class ExpertsSpec(Spec):
+    """The routed experts."""
+
+    path: str = Field(description="Container, from the MoE module.")
+    kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
+    width: Int | None = Field(None, description="Inner width; the size `expert_width` when absent.")
+    activation: ActivationSpec = Field(description="Activation.")
+    bias: Bool = Field(False, description="Biases on all projections.")
+    latent: LatentSpec | None = Field(None, description="A narrower space for the experts.")
+    zero_experts: Int = Field(0, description="Router columns that return their input.")
+    weigh: Literal["output", "input"] = Field("output", description="What the weights multiply.")
+    output_scale: Num = Field(1.0, description="Factor on the weighted sum.")
+
+
+class SharedSpec(Spec):
+    """The expert that every token passes."""
+
+    combine: Literal["sum", "mean", "sigmoid_gate", "softmax_mix"] = Field(
+        description="How its output joins the routed one."
+    )
+    path: str = Field(description="Module path, from the MoE module (`../name` for the layer).")
+    kind: Literal["glu", "mlp"] = Field("glu", description="Gated or not.")
+    width: Int = Field(description="Inner width.")
+    count: Int = Field(1, description="The width is multiplied by this.")
+    activation: ActivationSpec = Field(description="Activation.")
+    bias: Bool = Field(False, description="Biases on all projections.")
+    names: tuple[str, str, str] = Field(
+        ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
+    )
+    fused: bool = Field(False, description="Gate and up are one matrix under the gate's name.")
+    gate: str | None = Field(None, description="Leaf of the gate or mix projection, from the MoE module.")
+    gate_bias: bool = Field(False, description="Whether that projection has a bias.")
+    enabled: Bool = Field(True, description="Whether it exists.")
+
+
+class MoeSpec(Spec):
+    """The Mixture-of-Experts block."""
+
+    path: str = Field(description="Module path in the layer.")
+    layers: tuple[LayerRule, ...] = Field(description="Which layers: the first rule whose key is present.")
+    router: RouterSpec = Field(description="The router.")
+    experts: ExpertsSpec = Field(description="The routed experts.")
+    shared: SharedSpec | None = Field(description="The shared expert; null for none.")
+
+
+class BackboneSpec(Spec):
+    """A model that mlx-lm builds and whose MoE blocks are replaced."""
+
+    module: str = Field(description="Module of mlx_lm.models.")
+    blocks: tuple[str, ...] = Field(description="Class names of its MoE blocks.")
+
+
+class SizesSpec(Spec):
+    """Where config.json says the sizes."""
+
+    hidden_size: Int = Field(Ref(**{"from": "hidden_size"}), description="Model width.")
+    num_layers: Int = Field(Ref(**{"from": "num_hidden_layers"}), description="Decoder layers.")
+    vocab_size: Int = Field(Ref(**{"from": "vocab_size"}), description="Rows of the embedding.")
+    num_heads: Int = Field(Ref(**{"from": "num_attention_heads"}), description="Query heads.")
+    num_kv_heads: Int | None = Field(
+        Ref(**{"from": "num_key_value_heads", "default": None}), description="Key-value heads."
+    )
+    head_dim: Int | None = Field(
+        Ref(**{"from": "head_dim", "default": None}), description="Head width; hidden over heads when absent."
+    )
+    dense_width: Int | None = Field(
+        Ref(**{"from": "intermediate_size", "default": None}), description="Width of dense MLPs."
+    )
+    norm_eps: Num = Field(Ref(**{"from": "rms_norm_eps"}), description="Epsilon of the norms.")
+    max_positions: Int | None = Field(
+        Ref(**{"from": "max_position_embeddings", "default": None}), description="Longest context."
+    )
+    num_experts: Int = Field(description="Routed experts.")
+    top_k: Int = Field(description="Experts a token picks.")
+    expert_width: Int = Field(description="Inner width of a routed expert.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_references(cls, data: Any) -> Any:
+        """In this section a bare name, or a list of names, is a config key."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            k: {"from": v} if isinstance(v, str) or (isinstance(v, list) and v and k != "") else v
+            for k, v in data.items()
+        }
+
+
+class Family(Spec):
+    """One Mixture-of-Experts family."""
+
+    family: str = Field(description="Name of the family, equal to the file's name.")
+    extends: str | None = Field(None, description="A family that this one differs from; one level only.")
+    reference: str = Field(description="The original implementation that the file was read from.")
+    model_types: tuple[str, ...] = Field(description="Values of `model_type` that name the family.")
+    architectures: tuple[str, ...] = Field(description="Values of `architectures` that name the family.")
+    when: ConfigTest | None = Field(None, description="Further test, where a name is shared.")
+    text_config: bool = Field(False, description="The text settings may be nested under `text_config`.")
+    text_key: str = Field("text_config", description="Key of the nested text settings.")
+    config: SizesSpec = Field(description="Where config.json says the sizes.")
+    names: NamesSpec = Field(NamesSpec(), description="Module paths of the frame.")
+    embedding: EmbeddingSpec = Field(EmbeddingSpec(), description="Token embedding.")
+    norm: NormSpec = Field(description="Normalisation.")
+    block: BlockSpec = Field(BlockSpec(), description="The decoder layer.")
+    attention: MixerSpec | None = Field(
+        None, description="The mixer of every layer, or the base of variants."
+    )
+    layer_types: tuple[TypeRule, ...] | None = Field(
+        None, description="The type of each layer: the first rule whose key is present."
+    )
+    variants: dict[str, dict[str, Any] | None] = Field(
+        {}, description="By layer type: what differs from `attention`, or a mixer of its own; null for none."
+    )
+    mlp_variants: dict[str, Literal["dense", "moe", "none"]] = Field(
+        {}, description="By layer type: which MLP the layer has, where the type decides it."
+    )
+    dense: DenseSpec | None = Field(None, description="The MLP of layers without experts.")
+    moe: MoeSpec = Field(description="The Mixture-of-Experts block.")
+    head: HeadSpec = Field(description="Output head.")
+    layouts: LayoutsSpec = Field(description="What checkpoints may look like.")
+    backbone: BackboneSpec | None = Field(None, description="Build mlx-lm's model, with these MoE blocks.")
+    notes: tuple[str, ...] = Field((), description="Remarks for readers.")

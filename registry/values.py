@@ -1,0 +1,89 @@
+"""Values in a family file: a literal, or a reference to a key of the checkpoint's config.json.
+
+To a type checker the aliases below are the plain types, because everything downstream of
+``registry.resolve`` sees resolved values only; at run time they also admit a :class:`Ref`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+_ABSENT = object()
+
+
+class Spec(BaseModel):
+    """Base of every section of a family file: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unknown_keys_are_named(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            known = [field.alias or name for name, field in cls.model_fields.items()]
+            for key in data:
+                if key not in known:
+                    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                    raise PydanticCustomError(
+                        "unknown_key",
+                        "unknown key '{key}'",
+                        {"key": str(key), "near": near[0] if near else "", "known": ", ".join(sorted(known))},
+                    )
+        return data
+
+
+class Ref(Spec):
+    """A reference to config.json: `{from: key}`, `{from: [key, older_key], default: value}`.
+
+    The first key that is present and not null is used. A dotted key reads a nested object. A list
+    with one entry a layer is read at the layer's index where `per_layer` is set.
+    """
+
+    keys: tuple[str, ...] = Field(alias="from", description="Config keys, the first present one wins.")
+    default: Any = Field(_ABSENT, description="The value when no key is present; without it a key is needed.")
+    map: dict[str | bool | int, Any] | None = Field(
+        None, description="Config values to the words used here; a value that is not listed is refused."
+    )
+    per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_key_may_stand_alone(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("from"), str):
+            data = {**data, "from": [data["from"]]}
+        return data
+
+    @property
+    def required(self) -> bool:
+        """Whether the config must hold one of the keys."""
+        return self.default is _ABSENT
+
+    def __str__(self) -> str:
+        return " or ".join(self.keys)
+
+
+if TYPE_CHECKING:
+    Int = int
+    Num = float
+    Bool = bool
+    Str = str
+    AnyValue = Any
+else:
+    Int = Ref | StrictInt
+    Num = Ref | StrictInt | StrictFloat
+    Bool = Ref | StrictBool
+    Str = Ref | StrictStr
+    AnyValue = Any
