@@ -1,0 +1,258 @@
+"""May the fused kernel take this call? Pure functions of facts, so they are tested without a device.
+
+A gate is a list of rules; the first that objects decides. A rule returns a Decline or None, and what no rule
+knows is declined, so a format of a later MLX release goes to the gather path. What each device takes is one
+row of ``LIMITS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mlx_experts.engine.activations import ExpertActivation, names
+from mlx_experts.engine.activations import lookup as lookup_activation
+from mlx_experts.engine.kernels.facts import Accept, Decline, Device, ExpertFacts, Projection, Verdict
+from mlx_experts.engine.policy import SWITCH, WIDTH_BOUND, Policy
+
+MAX_TOP_K = 32
+_FLOATS = frozenset({"float16", "bfloat16", "float32"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one back-end's kernel takes.
+
+    Args:
+        bits: the bit widths by format; a format that is missing is not taken.
+        groups: the group sizes by format.
+        multiple: H and F must be multiples of this (and of the group, when quantised).
+        form: which form of the activation the kernel needs: ``scalar`` or ``c``.
+    """
+
+    bits: Mapping[str, frozenset[int]]
+    groups: Mapping[str, frozenset[int]]
+    multiple: int
+    form: str
+    dtypes: frozenset[str] = field(default=_FLOATS)
+
+
+_BITS = {
+    "affine": frozenset({2, 3, 4, 5, 6, 8}),
+    "mxfp4": frozenset({4}),
+    "mxfp8": frozenset({8}),
+    "nvfp4": frozenset({4}),
+    "plain": frozenset({16, 32}),
+}
+_GROUPS = {
+    "affine": frozenset({32, 64, 128}),
+    "mxfp4": frozenset({32}),
+    "mxfp8": frozenset({32}),
+    "nvfp4": frozenset({16}),
+    "plain": frozenset({0}),
+}
+
+LIMITS: Mapping[Device, Limits] = {
+    "cpu": Limits(_BITS, _GROUPS, multiple=1, form="scalar"),
+    "cuda": Limits(_BITS, _GROUPS, multiple=32, form="c"),
+    "metal": Limits(_BITS, _GROUPS, multiple=32, form="c"),
+}
+
+Rule = Callable[[ExpertFacts, Policy, Limits], Decline | None]
+
+
+def _switch(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """Fused kernels are on."""
+    if policy.enabled:
+        return None
+    return Decline("switch", "on", "off", f"Set by {policy.switched_by}; unset {SWITCH} or pass fused=True.")
+
+
+def _adapted(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """Every projection is mlx-lm's own, so that what it computes is known."""
+    if not facts.adapted:
+        return None
+    return Decline(
+        "adapted", "plain projections", "wrapped projections", "Fuse the adapter into the weights first."
+    )
+
+
+def _training(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """The model is in evaluation mode: the kernels have no gradient."""
+    if not facts.training:
+        return None
+    return Decline("training", "evaluation mode", "training mode", "Call model.eval() before generating.")
+
+
+def _rows(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """One token row."""
+    if facts.rows == 1:
+        return None
+    return Decline(
+        "rows", "1", str(facts.rows), "Prompts and batches share experts: gathering is right here."
+    )
+
+
+def _width_bound(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """The expert is not wider than the bound."""
+    if policy.max_width is None or facts.expert_width <= policy.max_width:
+        return None
+    return Decline(
+        "width_bound",
+        f"F <= {policy.max_width}",
+        f"F = {facts.expert_width}",
+        f"Set by {policy.bound_by}; raise {WIDTH_BOUND} or run `registry tune`.",
+    )
+
+
+def _dtype(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """The activations have a dtype that the kernel reads."""
+    if facts.dtype in limits.dtypes:
+        return None
+    return Decline("dtype", _listed(limits.dtypes), facts.dtype, "Cast the model to one of these dtypes.")
+
+
+def _top_k(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """A token has between 1 and 32 experts, all different."""
+    most = min(MAX_TOP_K, facts.num_experts)
+    if 1 <= facts.top_k <= most:
+        return None
+    return Decline("top_k", f"1 to {most}", str(facts.top_k), "More experts a token are gathered.")
+
+
+def _activation(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """The activation has the form that this kernel compiles, and is gated as the container is."""
+    name = facts.activation.name
+    if name not in names():
+        return Decline("activation", "a known activation", name, "Register the activation from a plugin.")
+    entry = lookup_activation(name)
+    if _form(entry, limits) is None:
+        return Decline(
+            "activation",
+            f"a {limits.form} form",
+            f"{name} without one",
+            "Give the activation's registration that form.",
+        )
+    if not entry.gated == facts.activation.gated == (facts.gate is not None):
+        return Decline(
+            "activation",
+            "a gate projection exactly when the activation is gated",
+            f"{name} {'with' if facts.gate else 'without'} a gate projection",
+            "Correct the activation or the container.",
+        )
+    return None
+
+
+def _form(entry: ExpertActivation, limits: Limits) -> object:
+    return {"scalar": entry.scalar, "c": entry.c}[limits.form]
+
+
+def _shapes(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """Gate and up have one shape and down has the opposite one."""
+    h, f = facts.input_width, facts.expert_width
+    down = (facts.down.rows, facts.down.cols)
+    gate = (f, h) if facts.gate is None else (facts.gate.rows, facts.gate.cols)
+    if h > 0 and f > 0 and gate == (f, h) and down[1] == f:
+        return None
+    return Decline(
+        "shapes",
+        f"gate {(f, h)} and down (H, {f})",
+        f"gate {gate} and down {down}",
+        "The stacks do not belong to one another.",
+    )
+
+
+def _projections(facts: ExpertFacts) -> list[tuple[str, Projection]]:
+    parts = [("gate", facts.gate), ("up", facts.up), ("down", facts.down)]
+    return [(part, p) for part, p in parts if p is not None]
+
+
+def _format(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """Format and bits of every projection are known."""
+    for part, p in _projections(facts):
+        bits = limits.bits.get(p.format, frozenset())
+        if p.bits not in bits:
+            wanted = f"bits in {_listed(bits)}" if bits else _listed(limits.bits)
+            return Decline("format", wanted, f"{part} in {p.format} {p.bits}-bit", "Quantise it otherwise.")
+    return None
+
+
+def _group_size(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """The group size is one that the format has."""
+    for part, p in _projections(facts):
+        groups = limits.groups[p.format]
+        if p.group_size not in groups:
+            return Decline(
+                "group_size",
+                f"{p.format} groups of {_listed(groups)}",
+                f"{part} in groups of {p.group_size}",
+                "Quantise it with such a group size.",
+            )
+    return None
+
+
+def _scale_dtype(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """Scales, or plain weights, are in a float dtype; the microscaling formats keep bytes."""
+    for part, p in _projections(facts):
+        wanted = _FLOATS if p.format in ("affine", "plain") else frozenset({"uint8"})
+        if p.dtype not in wanted:
+            return Decline(
+                "scale_dtype", _listed(wanted), f"{part} in {p.dtype}", "Convert the weights again."
+            )
+    return None
+
+
+def _global_scale(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """Only nvfp4 has one more scale for each expert."""
+    for part, p in _projections(facts):
+        if p.global_scale and p.format != "nvfp4":
+            return Decline(
+                "global_scale", "none", f"{part} in {p.format} with one", "Convert the weights again."
+            )
+    return None
+
+
+def _widths(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
+    """Inputs divide into whole groups and whole steps of the kernel: nothing is read past a row's end."""
+    for part, p in _projections(facts):
+        step = max(p.group_size, limits.multiple, 1)
+        if p.cols % step or (p.format != "plain" and p.cols * p.bits % 32):
+            return Decline(
+                "widths",
+                f"a multiple of {step}",
+                f"{part} with {p.cols} inputs",
+                "Such widths are left to the gather path.",
+            )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    _switch,
+    _adapted,
+    _training,
+    _rows,
+    _width_bound,
+    _dtype,
+    _top_k,
+    _activation,
+    _shapes,
+    _format,
+    _group_size,
+    _scale_dtype,
+    _global_scale,
+    _widths,
+)
+
+
+def judge(facts: ExpertFacts, policy: Policy) -> Verdict:
+    """Accept, or the first rule's Decline."""
+    limits = LIMITS[facts.device]
+    for rule in RULES:
+        objection = rule(facts, policy, limits)
+        if objection is not None:
+            return objection
+    return Accept(facts.device)
+
+
+def _listed(values: Mapping[str, object] | frozenset[str] | frozenset[int]) -> str:
+    return ", ".join(str(v) for v in sorted(values))

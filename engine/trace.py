@@ -1,0 +1,123 @@
+"""Counts which path every expert call took and why; always on.
+
+Equal text does not prove that a kernel ran, so the counts are what tests and people look at. One call costs
+a lock and a dictionary update. Layers that the trace does not know have never been called.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Path = Literal["fused", "gather"]
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One line of the trace.
+
+    Args:
+        layer: the layer's module path.
+        path: ``fused`` or ``gather``.
+        rows: token rows of the call: ``1``, ``2``, then powers of two as ``3-4``, ``5-8`` ...
+        reason: the kernel's name when fused, else the name of the gate rule that declined.
+        count: calls.
+        note: what the rule wanted and what it found, and what would change it.
+    """
+
+    layer: str
+    path: Path
+    rows: str
+    reason: str
+    count: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TraceKey:
+    """What calls are counted by; made once for each decision."""
+
+    layer: str
+    path: Path
+    rows: str
+    reason: str
+
+
+def rows_label(rows: int) -> str:
+    """The bucket that a number of rows is counted in."""
+    if rows <= 2:
+        return str(rows)
+    high = 1 << (rows - 1).bit_length()
+    return f"{high // 2 + 1}-{high}"
+
+
+class Trace:
+    """Counts of expert calls by layer, path, rows and reason, safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[TraceKey, int] = {}
+        self._notes: dict[TraceKey, str] = {}
+
+    def add(self, key: TraceKey, note: str = "") -> None:
+        """Count one call."""
+        with self._lock:
+            count = self._counts.get(key, 0)
+            self._counts[key] = count + 1
+            if not count:
+                self._notes[key] = note
+
+    def reset(self) -> None:
+        """Forget every count."""
+        with self._lock:
+            self._counts.clear()
+            self._notes.clear()
+
+    def snapshot(self) -> list[TraceRow]:
+        """The lines as they stand, in the order in which they first occurred."""
+        with self._lock:
+            return [
+                TraceRow(k.layer, k.path, k.rows, k.reason, n, self._notes[k])
+                for k, n in self._counts.items()
+            ]
+
+    def total(
+        self,
+        path: Path | None = None,
+        *,
+        layer: str | None = None,
+        rows: str | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Calls that match every filter given."""
+        return sum(
+            row.count
+            for row in self.snapshot()
+            if path in (None, row.path)
+            and layer in (None, row.layer)
+            and rows in (None, row.rows)
+            and reason in (None, row.reason)
+        )
+
+    def to_json(self) -> str:
+        """The lines as a JSON array of objects with the fields of ``TraceRow``."""
+        return json.dumps([asdict(row) for row in self.snapshot()])
+
+    def table(self) -> list[TraceRow]:
+        """The lines with equal layers merged, for people: ``layer`` says how many layers a line stands for."""
+        merged: dict[tuple[Path, str, str], list[TraceRow]] = {}
+        for row in self.snapshot():
+            merged.setdefault((row.path, row.rows, row.reason), []).append(row)
+        return [
+            TraceRow(_layers(group), path, rows, reason, sum(r.count for r in group), group[0].note)
+            for (path, rows, reason), group in merged.items()
+        ]
+
+
+def _layers(group: list[TraceRow]) -> str:
+    return group[0].layer if len(group) == 1 else f"{len(group)} layers"
+
+
+trace = Trace()
