@@ -21,7 +21,7 @@ MODELOPT_NAME = "hf_quant_config.json"
 
 # Keys that name Python code in the checkpoint's folder.
 _CODE_KEYS = ("auto_map", "model_file")
-_MAX_JSON_BYTES = 200_000_000
+MAX_JSON_BYTES = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class FolderSource:
             if not path.is_file():
                 raise CheckpointError("A file of the checkpoint is missing.", where=str(path))
             with path.open("rb") as stream:
-                raw = stream.read(_MAX_JSON_BYTES + 1)
+                raw = stream.read(MAX_JSON_BYTES + 1)
         except OSError as error:
             raise CheckpointError(
                 "A file of the checkpoint cannot be read.",
                 where=str(path),
                 found=error.strerror or str(error),
             ) from None
-        if len(raw) > _MAX_JSON_BYTES:
+        if len(raw) > MAX_JSON_BYTES:
             raise CheckpointError(
-                "A JSON file is too long.", where=str(path), expected=f"at most {_MAX_JSON_BYTES} bytes"
+                "A JSON file is too long.", where=str(path), expected=f"at most {MAX_JSON_BYTES} bytes"
             )
         return raw
 
