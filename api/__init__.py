@@ -6,11 +6,37 @@ The names below load on first use, so that ``import mlx_experts.registry`` never
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOME: dict[str, str] = {}
+if TYPE_CHECKING:
+    from mlx_experts.engine.loading import load, load_model, load_model_for_check, save_model
+    from mlx_experts.engine.model import get_model_classes
+    from mlx_experts.engine.trace import trace
+    from mlx_lm.generate import batch_generate, generate, stream_generate
 
-__all__ = sorted(_HOME)
+_HOME = {
+    "batch_generate": "mlx_lm.generate",
+    "generate": "mlx_lm.generate",
+    "get_model_classes": "mlx_experts.engine.model",
+    "load": "mlx_experts.engine.loading",
+    "load_model": "mlx_experts.engine.loading",
+    "load_model_for_check": "mlx_experts.engine.loading",
+    "save_model": "mlx_experts.engine.loading",
+    "stream_generate": "mlx_lm.generate",
+    "trace": "mlx_experts.engine.trace",
+}
+
+__all__ = [
+    "batch_generate",
+    "generate",
+    "get_model_classes",
+    "load",
+    "load_model",
+    "load_model_for_check",
+    "save_model",
+    "stream_generate",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

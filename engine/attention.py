@@ -12,23 +12,24 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.modules import ZeroCentredRMSNorm, place
 from mlx_experts.engine.rope import Rope
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve import LayerPlan
+from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import GqaSpec, NormSpec, TemperatureSpec
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Grouped-query attention (Ainslie et al. 2023).
 
     Args:
         layer: the layer's plan; its mixer is a resolved ``GqaSpec``.
-        norm: the decoder's norm, whose offset the query and key norms share.
+        plan: the model's plan; the query and key norms share its norm's offset.
     """
 
-    def __init__(self, layer: LayerPlan, norm: NormSpec) -> None:
+    def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
         spec, sizes = layer.mixer, layer.sizes
         assert isinstance(spec, GqaSpec)
@@ -41,7 +42,7 @@ class Attention(nn.Module):
         self.window = spec.window + spec.window_extra if spec.window else None
         self.owns_kv = not spec.share_kv_every or layer.index % spec.share_kv_every == 0
         self._gated = spec.gate is not None and spec.gate.enabled
-        self._build(spec, sizes.hidden_size, norm, sizes.norm_eps)
+        self._build(spec, sizes.hidden_size, plan.norm, sizes.norm_eps)
         if layer.rope is not None:
             self._rope = Rope(layer.rope, layer.rope.width(self.head_dim), self.head_dim)
         else:

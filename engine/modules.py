@@ -59,6 +59,3 @@ def make_norm(spec: NormSpec, dims: int, eps: float) -> nn.Module:
         return ZeroCentredRMSNorm(dims, eps)
     return nn.RMSNorm(dims, eps=eps)
 
-
-class BareLinear(nn.Linear):
-    """A matrix that conversion keeps in full precision, although a quantised file of it can be read."""

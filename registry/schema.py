@@ -35,6 +35,9 @@ class NormSpec(Spec):
         description="Zero-centred weights: `load` adds one while loading original checkpoints, "
         "`run` adds one at run time.",
     )
+    uncentred: tuple[str, ...] = Field(
+        (), description="Norm modules that an offset leaves alone (patterns with `*`)."
+    )
 
 
 class BlockSpec(Spec):
@@ -64,6 +67,8 @@ class EmbeddingSpec(Spec):
     """The token embedding."""
 
     multiplier: Num | Literal["sqrt_hidden"] = Field(1.0, description="Factor on the embeddings.")
+    kind: str = Field("standard", description="`standard`, or the name of a plugin's embedding.")
+    options: dict[str, AnyValue] = Field({}, description="Options of a plugin's embedding.")
 
 
 class HeadSpec(Spec):

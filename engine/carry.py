@@ -1,0 +1,205 @@
+"""The whole way of a checkpoint's tensors into the module tree, as one family declares it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlx_experts.engine.layout import Operation, RenameOperation, Tensors, Tree, make_operation, put
+from mlx_experts.engine.layout_experts import ExpertStack, carry_experts, uncarry_experts
+from mlx_experts.plugins.manager import pieces
+from mlx_experts.registry.errors import TensorError
+from mlx_experts.registry.resolve import Plan, Resolver
+
+
+@dataclass
+class Carried:
+    """Tensors under module-tree names, and what happened on the way.
+
+    Args:
+        tensors: by parameter path.
+        dropped: how many tensors each drop rule took, by rule.
+        original: whether anything stood in an original layout (then stored offsets are undone).
+    """
+
+    tensors: Tensors
+    dropped: Counter[str] = field(default_factory=Counter)
+    original: bool = False
+
+
+class Carrier:
+    """Carries checkpoints of one plan.
+
+    Args:
+        plan: the resolved family.
+        shapes: shape of every parameter of the built model, before quantisation.
+    """
+
+    def __init__(self, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.plan, self.spec = plan, plan.family.layouts
+        names = plan.family.names
+        self.wrapper = names.wrapper + "." if names.wrapper else ""
+        self.layers = f"{self.wrapper}{names.root}.{names.layers}"
+        self.tree = Tree(
+            shapes,
+            plan.sizes.num_layers,
+            {i: plan.layers[i].sizes.num_experts for i in plan.moe_layers},
+        )
+        resolver = Resolver(plan.family.family, plan.config)
+        self.ops: list[Operation] = [
+            make_operation(
+                op,
+                lambda value: resolver.value(value, 0),
+                lambda name: pieces().get("layout operation", name),
+            )
+            for op in self.spec.ops
+        ]
+        self._drops = [(rule, _pattern(rule)) for rule in self.spec.drop]
+        self._layer = re.compile(re.escape(self.layers) + r"\.(\d+)\.")
+
+    def stack(self, i: int) -> ExpertStack | None:
+        """Where layer ``i`` keeps its experts, or None where it has none."""
+        layer = self.plan.layers[i]
+        if layer.moe is None:
+            return None
+        at = f"{self.layers}.{i}"
+        path = f"{layer.moe.path}." if layer.moe.path else ""
+        leaves = ("gate_proj", "up_proj", "down_proj") if layer.moe.experts.kind == "glu" else ("fc1", "fc2")
+        return ExpertStack(at, f"{at}.{path}{layer.moe.experts.path}", leaves, layer.sizes.num_experts)
+
+    def load(self, tensors: Mapping[str, mx.array]) -> Carried:
+        """From names on disk to the module tree.
+
+        Raises:
+            TensorError: a layout is incomplete or of the wrong shape, or two sources give one parameter.
+        """
+        result = Carried({})
+        for name, value in tensors.items():
+            renamed = self._strip(name)
+            rule = self._dropped_by(name, renamed)
+            if rule is not None:
+                result.dropped[rule] += 1
+            else:
+                put(result.tensors, renamed, {"": value})
+        for op in self.ops:
+            result.original |= op.forward(result.tensors, self.tree)
+        self._carry_all_experts(result)
+        self._tied_head(result)
+        if result.original:
+            self._original_values(result.tensors)
+        return result
+
+    def module_path(self, path: str) -> str:
+        """Where a module path, spelled as on disk or as in the tree, is in the module tree."""
+        probe: Tensors = {f"{self._strip(path)}.weight": mx.array(0)}
+        for op in self.ops:
+            if isinstance(op, RenameOperation):
+                op.forward(probe, self.tree)
+        name = next(iter(probe)).removesuffix(".weight")
+        if f"{name}.weight" not in self.tree.shapes and f"{self.wrapper}{name}.weight" in self.tree.shapes:
+            return self.wrapper + name
+        return name
+
+    def _carry_all_experts(self, result: Carried) -> None:
+        by_layer: dict[int, Tensors] = {}
+        for name in list(result.tensors):
+            if match := self._layer.match(name):
+                by_layer.setdefault(int(match[1]), {})[name] = result.tensors.pop(name)
+        for i in range(self.tree.num_layers):
+            stack = self.stack(i)
+            if stack is not None:
+                layer = by_layer.setdefault(i, {})
+                result.original |= carry_experts(self.spec.experts, stack, layer, self.tree)
+        for layer in by_layer.values():
+            result.tensors.update(layer)
+
+    def _strip(self, name: str) -> str:
+        for prefix in self.spec.prefixes:
+            if name.startswith(prefix):
+                return self.wrapper + name[len(prefix) :]
+        return name
+
+    def _dropped_by(self, name: str, renamed: str) -> str | None:
+        for rule, pattern in self._drops:
+            if pattern.fullmatch(name) or pattern.fullmatch(renamed):
+                return rule
+        if self.spec.drop_extra_layers:
+            match = self._layer.match(renamed)
+            if match and int(match[1]) >= self.tree.num_layers:
+                return f"{self.layers}.{{layer}} past the last layer"
+        return None
+
+    def _tied_head(self, result: Carried) -> None:
+        """Drop a redundant copy of a tied head, and refuse one that differs."""
+        names, head = self.plan.family.names, self.plan.head
+        if not head.tied:
+            return
+        base, embed = f"{self.wrapper}{head.path}.", f"{self.wrapper}{names.root}.{names.embed}."
+        for name in [n for n in result.tensors if n.startswith(base)]:
+            twin = embed + name[len(base) :]
+            other = result.tensors.get(twin)
+            value = result.tensors[name]
+            if other is None or other.shape != value.shape or not mx.array_equal(other, value).item():
+                raise TensorError(
+                    "the config ties the head to the embedding, and the checkpoint holds another head",
+                    where=name,
+                    expected=f"the same values as {twin}, or no head",
+                    hint="set `tie_word_embeddings` to false in config.json if the head is its own",
+                )
+            del result.tensors[name]
+            result.dropped["head equal to the tied embedding"] += 1
+
+    def _original_values(self, tensors: Tensors) -> None:
+        """Undo what original files store differently: zero-centred norms, rows of a normalised head."""
+        family = self.plan.family
+        if family.norm.offset == "load":
+            for name in tensors:
+                if name in self.tree.shapes and self._is_centred_norm(name):
+                    tensors[name] = tensors[name] + 1.0
+        head = f"{self.wrapper}{self.plan.head.path}.weight"
+        if self.plan.head.normalise_rows and head in tensors:
+            value = tensors[head].astype(mx.float32)
+            rows = mx.linalg.norm(value, axis=0, keepdims=True) + 1e-7
+            tensors[head] = (value / rows).astype(tensors[head].dtype)
+
+    def _is_centred_norm(self, name: str) -> bool:
+        parent, _, leaf = name.rpartition(".")
+        module = parent.rsplit(".", 1)[-1]
+        return leaf == "weight" and "norm" in module and not self._uncentred(parent)
+
+    def _uncentred(self, module: str) -> bool:
+        return any(_pattern(p).fullmatch(module) for p in self.plan.family.norm.uncentred)
+
+    def save(self, tensors: Mapping[str, mx.array], expert_layout: int | None) -> Tensors:
+        """From the module tree to names on disk: one declared expert layout, all operations undone.
+
+        Args:
+            expert_layout: index into the family's expert layouts; None keeps the tree's.
+        """
+        result = dict(tensors)
+        if self.plan.family.norm.offset == "load":
+            for name in result:
+                if self._is_centred_norm(name):
+                    result[name] = result[name] - 1.0
+        if expert_layout is not None:
+            for i in range(self.tree.num_layers):
+                stack = self.stack(i)
+                if stack is not None:
+                    uncarry_experts(self.spec.experts[expert_layout], stack, result, self.tree)
+        for op in reversed(self.ops):
+            op.backward(result, self.tree)
+        if self.spec.prefixes:
+            result = {self._prefixed(name): value for name, value in result.items()}
+        return result
+
+    def _prefixed(self, name: str) -> str:
+        return self.spec.prefixes[0] + name.removeprefix(self.wrapper)
+
+
+def _pattern(rule: str) -> re.Pattern[str]:
+    text = re.escape(rule).replace(re.escape("{layer}"), r"\d+").replace(re.escape("{expert}"), r"\d+")
+    return re.compile(text.replace(re.escape("*"), ".*"))

@@ -1,0 +1,123 @@
+"""Chooses the path of every expert call: the fused kernel where its gate accepts, else gathered products.
+
+The choice is made once for each kind of call on a layer's weights and kept until a projection or one of its
+arrays is replaced (by quantising, by an adapter, by loading). The hot path compares identities, calls the
+path and counts the call; it reads no environment and no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine import gates, policy, tune
+from mlx_experts.engine.kernels import FusedRun, fused_kernel, gather, pack
+from mlx_experts.engine.kernels.facts import Accept, Activation, Decline, Device, Verdict
+from mlx_experts.engine.trace import TraceKey, rows_label, trace
+
+
+@lru_cache(maxsize=1)
+def _gpu() -> Device:
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def current_device() -> Device:
+    """The device that operations of this thread run on now."""
+    return "cpu" if mx.default_device().type == mx.DeviceType.cpu else _gpu()
+
+
+@dataclass(frozen=True, eq=False)
+class _Decision:
+    """What one kind of call does."""
+
+    run: FusedRun | None
+    key: TraceKey
+    note: str
+
+
+class ExpertDispatch:
+    """One layer's routed experts, on whichever path fits the call.
+
+    A plain object: it owns no parameter, is rebuilt empty when copied or pickled, and may be used from
+    several threads.
+
+    Args:
+        layer: the layer's module path, for the trace.
+        activation: the activation between the projections.
+        fused: the argument of ``load``; None leaves the choice to the environment.
+    """
+
+    def __init__(self, layer: str, activation: Activation, fused: bool | None = None) -> None:
+        self.layer, self.activation, self.fused = layer, activation, fused
+        self._seen: pack.Snapshot | None = None
+        self._decisions: dict[tuple[object, ...], _Decision] = {}
+
+    def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
+        return type(self), (self.layer, self.activation, self.fused)
+
+    def __call__(
+        self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array
+    ) -> mx.array:
+        """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
+
+        Args:
+            container: an expert container of mlx-lm (``gate_proj, up_proj, down_proj`` or ``fc1, fc2``).
+            x: ``[..., H]``.
+            indices: ``[..., K]`` integers below E, in any order.
+            weights: ``[..., K]`` float32.
+
+        Returns:
+            ``[..., H]`` in the dtype of ``x``: summed in float32 and rounded once.
+
+        Raises:
+            SettingError: a setting in the environment cannot be read.
+        """
+        rows = prod(x.shape[:-1])
+        device = current_device()
+        kind = (rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
+        seen = self._seen
+        if seen is None or not seen.holds(container):
+            seen = self._seen = pack.Snapshot.of(container)
+            self._decisions = {}
+        decision = self._decisions.get(kind)
+        if decision is None:
+            decision = self._decide(container, x, rows, indices.shape[-1], device)
+            self._decisions[kind] = decision
+        if decision.run is not None:
+            y = decision.run(x, indices, weights)
+            if not isinstance(y, Decline):
+                trace.add(decision.key)
+                return y
+            decision = self._gathered(rows, y)
+        trace.add(decision.key, decision.note)
+        return gather.experts(container, self.activation, x, indices, weights)
+
+    def _decide(
+        self, container: nn.Module, x: mx.array, rows: int, top_k: int, device: Device
+    ) -> _Decision:
+        experts = pack.read(container, self.activation)
+        facts = pack.facts_of(
+            experts,
+            self.activation,
+            rows=rows,
+            top_k=top_k,
+            dtype=x.dtype,
+            device=device,
+            training=container.training,
+        )
+        asked = policy.resolve(device, self.fused, tuned=tune.bound(device))
+        verdict: Verdict | FusedRun = gates.judge(facts, asked)
+        if isinstance(verdict, Accept):
+            assert experts is not None  # an adapted container is declined
+            kernel = fused_kernel(device)
+            verdict = kernel.unavailable() or kernel.prepare(experts, x.dtype)
+        if isinstance(verdict, Decline):
+            return self._gathered(rows, verdict)
+        return _Decision(verdict, TraceKey(self.layer, "fused", rows_label(rows), device), "")
+
+    def _gathered(self, rows: int, why: Decline) -> _Decision:
+        return _Decision(None, TraceKey(self.layer, "gather", rows_label(rows), why.rule), f"{why}. {why.hint}")

@@ -1,0 +1,319 @@
+"""Carries a checkpoint's tensors from their names on disk to the module tree, and back.
+
+Operations are small, reversible and declared in family files. Each looks for its complete source and
+does nothing where that is absent; a partial source is an error, so nothing is ever half consumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_experts.registry import layouts as spec
+from mlx_experts.registry.errors import TensorError
+
+Tensors = dict[str, mx.array]
+PLANES = ("weight", "scales", "biases", "bias", "global_scale")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The module tree that tensors are carried to.
+
+    Args:
+        shapes: shape of every parameter before quantisation, by path.
+        num_layers: decoder layers.
+        experts: routed experts of each MoE layer, by layer index.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    num_layers: int
+    experts: Mapping[int, int]
+
+    def rows(self, module: str) -> int:
+        """Output rows of a module's matrix, or the length of a vector."""
+        for name in (f"{module}.weight", module):
+            if name in self.shapes:
+                shape = self.shapes[name]
+                return shape[-2] if len(shape) > 1 else shape[0]
+        raise TensorError(
+            "a layout operation names a module that the model does not have",
+            where=module,
+            hint="correct the operation in the family file",
+        )
+
+
+class Operation(Protocol):
+    """One layout operation."""
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        """Carry disk names to tree names in place; whether anything was there to carry."""
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        """Undo :meth:`forward` in place."""
+
+
+def planes(tensors: Tensors, module: str) -> dict[str, mx.array]:
+    """The planes of a module that are present, by plane; a raw tensor of that name is its weight."""
+    found = {p: tensors[f"{module}.{p}"] for p in PLANES if f"{module}.{p}" in tensors}
+    if module in tensors:
+        found[""] = tensors[module]
+    return found
+
+
+def take(tensors: Tensors, module: str) -> dict[str, mx.array]:
+    """Remove and return the planes of a module."""
+    found = planes(tensors, module)
+    for plane in found:
+        del tensors[name_of(module, plane)]
+    return found
+
+
+def name_of(module: str, plane: str) -> str:
+    """Tensor name of a plane."""
+    return f"{module}.{plane}" if plane else module
+
+
+def put(tensors: Tensors, module: str, values: Mapping[str, mx.array]) -> None:
+    """Store planes of a module.
+
+    Raises:
+        TensorError: a tensor of that name is there already, so two sources give one parameter.
+    """
+    for plane, value in values.items():
+        name = name_of(module, plane)
+        if name in tensors:
+            raise TensorError(
+                "two tensors of the checkpoint give the same parameter",
+                where=name,
+                hint="the checkpoint holds the same weights in two layouts; remove one",
+            )
+        tensors[name] = value
+
+
+def per_layer(path: str, tree: Tree) -> list[dict[str, str]]:
+    """Substitutions for the layers that a path stands for; one empty one when it names no layer."""
+    if "{layer}" not in path:
+        return [{}]
+    return [{"{layer}": str(i)} for i in range(tree.num_layers)]
+
+
+def fill(path: str, values: Mapping[str, str]) -> str:
+    """A path with numbers in place of its braces."""
+    for key, value in values.items():
+        path = path.replace(key, value)
+    return path
+
+
+def rows_axis(plane: str, value: mx.array) -> int:
+    """The axis of output rows: the last of a bias vector, the one before the last of a matrix."""
+    return -1 if plane == "bias" or value.ndim == 1 else -2
+
+
+@dataclass(frozen=True)
+class RenameOperation:
+    """Gives modules, tensors or whole subtrees another name."""
+
+    spec: spec.Rename
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        return _rename(tensors, self.spec.source, self.spec.target)
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        _rename(tensors, self.spec.target, self.spec.source)
+
+
+def _rename(tensors: Tensors, source: str, target: str) -> bool:
+    pattern = re.escape(source).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
+    if source.endswith("*"):
+        pattern = pattern[: -len(re.escape("*"))] + r"(?P<rest>.+)"
+    else:
+        pattern += rf"(?P<rest>(?:\.(?:{'|'.join(PLANES)}))?)"
+    regex, moved = re.compile(pattern), []
+    for name in tensors:
+        if match := regex.fullmatch(name):
+            layer = match.groupdict().get("layer") or ""
+            new = target.removesuffix("*").replace("{layer}", layer) + match["rest"]
+            moved.append((name, new))
+    values = [(new, tensors.pop(old)) for old, new in moved]
+    for new, value in values:
+        put(tensors, new, {"": value})
+    return bool(moved)
+
+
+@dataclass(frozen=True)
+class SplitOperation:
+    """Cuts one module on disk into several, along its output rows."""
+
+    source: str
+    targets: tuple[str, ...]
+    interleaved: bool = False
+    groups: int = 1
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        done = False
+        for at in per_layer(self.source, tree):
+            module, targets = fill(self.source, at), [fill(t, at) for t in self.targets]
+            found = take(tensors, module)
+            for plane, value in found.items():
+                sizes = [tree.rows(t) for t in targets]
+                for target, part in zip(targets, self._cut(plane, value, sizes, module), strict=True):
+                    put(tensors, target, {plane: part})
+            done = done or bool(found)
+        return done
+
+    def _cut(self, plane: str, value: mx.array, sizes: list[int], module: str) -> list[mx.array]:
+        axis, count = rows_axis(plane, value), len(sizes)
+        if plane == "global_scale":
+            return [value] * count
+        if value.shape[axis] != sum(sizes):
+            raise TensorError(
+                "a fused tensor does not have the rows of its parts",
+                where=name_of(module, plane),
+                expected=f"{' + '.join(map(str, sizes))} = {sum(sizes)} rows",
+                found=f"shape {list(value.shape)}",
+            )
+        if self.interleaved:
+            index = [slice(None)] * value.ndim
+            parts = []
+            for i in range(count):
+                index[axis] = slice(i, None, count)
+                parts.append(value[tuple(index)])
+            return parts
+        if self.groups == 1:
+            return _slices(value, sizes, axis)
+        grouped = mx.unflatten(value, axis, (self.groups, -1))
+        parts = _slices(grouped, [s // self.groups for s in sizes], axis)
+        return [part.flatten(axis - 1, axis) for part in parts]
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        for at in per_layer(self.source, tree):
+            targets = [take(tensors, fill(t, at)) for t in self.targets]
+            for plane in targets[0]:
+                parts = [t[plane] for t in targets]
+                axis = rows_axis(plane, parts[0])
+                if self.interleaved:
+                    value = mx.stack(parts, axis=parts[0].ndim + axis + 1)
+                    value = value.flatten(value.ndim - 3 if axis == -2 else value.ndim - 2, axis)
+                elif self.groups == 1:
+                    value = mx.concatenate(parts, axis=axis)
+                else:
+                    cut = [mx.unflatten(p, axis, (self.groups, -1)) for p in parts]
+                    value = mx.concatenate(cut, axis=axis).flatten(axis - 1, axis)
+                put(tensors, fill(self.source, at), {plane: value})
+
+
+def _slices(value: mx.array, sizes: list[int], axis: int) -> list[mx.array]:
+    """Slices one by one, so that each part can be released without keeping the whole alive."""
+    parts, at = [], 0
+    for size in sizes:
+        index = [slice(None)] * value.ndim
+        index[axis] = slice(at, at + size)
+        parts.append(value[tuple(index)])
+        at += size
+    return parts
+
+
+@dataclass(frozen=True)
+class ConcatOperation:
+    """Joins several modules on disk into one, along their output rows; a split seen from behind."""
+
+    sources: tuple[str, ...]
+    target: str
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        done = False
+        for at in per_layer(self.target, tree):
+            present = [bool(planes(tensors, fill(s, at))) for s in self.sources]
+            if not any(present):
+                continue
+            if not all(present):
+                missing = [fill(s, at) for s, there in zip(self.sources, present, strict=True) if not there]
+                raise TensorError("parts of a joined tensor are missing", where=", ".join(missing))
+            parts = [take(tensors, fill(s, at)) for s in self.sources]
+            for plane in parts[0]:
+                values = [part[plane] for part in parts]
+                # A depthwise kernel [C, ...] and a vector are joined along their first axis.
+                axis = 0 if plane != "global_scale" and values[0].ndim != 2 else rows_axis(plane, values[0])
+                put(tensors, fill(self.target, at), {plane: mx.concatenate(values, axis=axis)})
+            done = True
+        return done
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        raise NotImplementedError("the module tree holds the joined tensor; checkpoints of either form load")
+
+
+@dataclass(frozen=True)
+class ConvOperation:
+    """A depthwise kernel, [C, 1, K] on disk and [C, K, 1] in MLX."""
+
+    source: str
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        done = False
+        for at in per_layer(self.source, tree):
+            name = fill(self.source, at)
+            value = tensors.get(name)
+            if value is not None and value.ndim == 3 and value.shape != tree.shapes.get(name):
+                tensors[name] = value.swapaxes(1, 2)
+                done = True
+        return done
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        for at in per_layer(self.source, tree):
+            if (name := fill(self.source, at)) in tensors:
+                tensors[name] = tensors[name].swapaxes(1, 2)
+
+
+@dataclass(frozen=True)
+class ReshapeOperation:
+    """Gives a tensor the shape that its parameter has."""
+
+    source: str
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        for at in per_layer(self.source, tree):
+            name = fill(self.source, at)
+            shape = tree.shapes.get(name)
+            if name in tensors and shape is not None and tensors[name].shape != shape:
+                size = 1
+                for n in shape:
+                    size *= n
+                if tensors[name].size != size:
+                    raise TensorError(
+                        "a tensor does not hold as many values as its parameter",
+                        where=name,
+                        expected=f"shape {list(shape)}",
+                        found=f"shape {list(tensors[name].shape)}",
+                    )
+                tensors[name] = tensors[name].reshape(shape)
+        return False
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        """The parameter's own shape is accepted on disk too."""
+
+
+def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str], Any]) -> Operation:
+    """The operation that a family file declares.
+
+    Args:
+        resolve: reads config references of the declaration.
+        plugin: finds a plugin's operation by name.
+    """
+    match op:
+        case spec.Rename():
+            return RenameOperation(op)
+        case spec.SplitOp():
+            return SplitOperation(op.source, op.target, op.interleaved, resolve(op.groups))
+        case spec.ConcatOp():
+            return ConcatOperation(op.source, op.target)
+        case spec.ConvOp():
+            return ConvOperation(op.source)
+        case spec.ReshapeOp():
+            return ReshapeOperation(op.source)
+    made: Operation = plugin(op.name)(source=op.source, options=resolve(op.options))
+    return made

@@ -1,0 +1,292 @@
+"""The layouts of routed experts: one by one, stacked and fused, stacked apart, or flat.
+
+Legend: E experts, F expert width, D model width.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_experts.engine.layout import SplitOperation, Tensors, Tree, planes, put, take
+from mlx_experts.registry import layouts as spec
+from mlx_experts.registry.errors import TensorError
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """Where one layer's experts live in the module tree.
+
+    Args:
+        layer: module path of the decoder layer.
+        container: module path of the container.
+        leaves: its projections: gate, up, down, or up, down when not gated.
+        experts: E.
+    """
+
+    layer: str
+    container: str
+    leaves: tuple[str, ...]
+    experts: int
+
+    def module(self, i: int) -> str:
+        """Module path of a projection, counted from the end: -1 down, -2 up, -3 gate."""
+        return f"{self.container}.{self.leaves[i]}"
+
+
+def carry_experts(
+    layouts: tuple[spec.ExpertLayout, ...], stack: ExpertStack, tensors: Tensors, tree: Tree
+) -> bool:
+    """Bring one layer's experts into the module tree by the layout that fits; whether one did.
+
+    Raises:
+        TensorError: a layout's tensors are there but incomplete, of the wrong shape, or two
+            layouts of one name fit and only a declaration could tell them apart.
+    """
+    there = [layout for layout in layouts if _present(layout, stack, tensors)]
+    fitting = [layout for layout in there if _fits(layout, stack, tensors, tree)]
+    if there and not fitting:
+        _explain(there[0], stack, tensors, tree)
+    if len(fitting) > 1:
+        raise TensorError(
+            "two layouts fit these expert tensors, and their shapes cannot tell which it is",
+            where=f"{stack.layer}.{fitting[0].path}",
+            found=" and ".join(_words(layout) for layout in fitting),
+            hint="convert the checkpoint with the tool that wrote it, or declare one layout only",
+        )
+    for layout in fitting:
+        _FORWARD[type(layout)](layout, stack, tensors, tree)
+    return bool(fitting)
+
+
+def uncarry_experts(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    """Write one layer's experts as a checkpoint of ``layout`` has them."""
+    _BACKWARD[type(layout)](layout, stack, tensors, tree)
+
+
+def _words(layout: spec.ExpertLayout) -> str:
+    turned = " [in, out]" if isinstance(layout, spec.Stacked) and layout.transposed else ""
+    return f"{layout.kind}{turned} at {layout.path}"
+
+
+def _base(layout: spec.ExpertLayout, stack: ExpertStack) -> str:
+    return f"{stack.layer}.{layout.path}" if layout.path else stack.layer
+
+
+def _sources(layout: spec.ExpertLayout, stack: ExpertStack) -> list[str]:
+    base = _base(layout, stack)
+    if isinstance(layout, spec.Stacked):
+        return [f"{base}.{layout.fused}", f"{base}.{layout.down}"]
+    return [f"{base}.{leaf}" for leaf in layout.leaves]  # type: ignore[union-attr]
+
+
+def _stacked_planes(tensors: Tensors, module: str) -> dict[str, str]:
+    """Names of a stacked module's planes; a raw tensor is its weight, `<name>_bias` its bias."""
+    names = {plane or "weight": f"{module}.{plane}" if plane else module for plane in planes(tensors, module)}
+    if f"{module}_bias" in tensors:
+        names["bias"] = f"{module}_bias"
+    return names
+
+
+def _present(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors) -> bool:
+    if isinstance(layout, spec.PerExpert):
+        prefix = re.compile(re.escape(_base(layout, stack)) + r"\.\d+\.")
+        return any(prefix.match(name) for name in _under(tensors, _base(layout, stack)))
+    sources = _sources(layout, stack)
+    if isinstance(layout, spec.Split) and sources == [stack.module(i) for i in range(len(stack.leaves))]:
+        return False
+    # A down projection may have the same name in the tree; what is fused or renamed decides.
+    return bool(_stacked_planes(tensors, sources[0]))
+
+
+def _under(tensors: Tensors, base: str) -> list[str]:
+    return [name for name in tensors if name.startswith(base + ".")]
+
+
+def _expected(layout: spec.ExpertLayout, stack: ExpertStack, tree: Tree) -> list[tuple[int, ...]]:
+    """Unquantised weight shapes of the sources."""
+    E, D, F = tree.shapes[stack.module(-1) + ".weight"]
+    gated = len(stack.leaves) == 3
+    if isinstance(layout, spec.Stacked):
+        shapes = [(E, 2 * F if gated else F, D), (E, D, F)]
+        return [(e, b, a) for e, a, b in shapes] if layout.transposed else shapes
+    if isinstance(layout, spec.Flat):
+        down = (E * F, D) if layout.down_transposed else (E * D, F)
+        return [(E * F, D)] * (len(stack.leaves) - 1) + [down]
+    return [(E, F, D)] * (len(stack.leaves) - 1) + [(E, D, F)]
+
+
+def _fits(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tree: Tree) -> bool:
+    return not _faults(layout, stack, tensors, tree)
+
+
+def _faults(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tree: Tree) -> list[str]:
+    """What keeps a layout from being used, in words; empty when it can be."""
+    if isinstance(layout, spec.PerExpert):
+        return _per_expert_faults(layout, stack, tensors)
+    faults = []
+    extra = isinstance(layout, spec.Stacked) and layout.extra_rows
+    for i, (source, shape) in enumerate(
+        zip(_sources(layout, stack), _expected(layout, stack, tree), strict=True)
+    ):
+        names = _stacked_planes(tensors, source)
+        if "weight" not in names:
+            faults.append(f"{source} is missing")
+            continue
+        got, packed = tensors[names["weight"]].shape, "scales" in names
+        if packed and isinstance(layout, spec.Stacked) and layout.transposed:
+            faults.append(f"{source} is quantised along its output axis")
+        want = shape[:-1] if packed else shape
+        got = got[:-1] if packed else got
+        if i == 0 and extra and got[0] > want[0]:
+            got = (want[0], *got[1:])
+        if got != want:
+            faults.append(f"{names['weight']} has shape {list(got)}, expected {list(want)}")
+    return faults
+
+
+def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors) -> list[str]:
+    base = _base(layout, stack)
+    kinds: dict[str, set[str]] = {leaf: set() for leaf in layout.leaves}
+    for leaf in layout.leaves:
+        for e in range(stack.experts):
+            kinds[leaf] |= set(planes(tensors, f"{base}.{e}.{leaf}"))
+    faults = []
+    for leaf in layout.leaves:
+        for plane in kinds[leaf] or {"weight"}:
+            holes = [e for e in range(stack.experts) if f"{base}.{e}.{leaf}.{plane}" not in tensors]
+            if holes:
+                shown = ", ".join(map(str, holes[:4])) + (" ..." if len(holes) > 4 else "")
+                faults.append(
+                    f"{base}.{{expert}}.{leaf}.{plane} is missing for {len(holes)} of {stack.experts} "
+                    f"experts: {shown}"
+                )
+    beyond = re.compile(re.escape(base) + r"\.(\d+)\.")
+    high = {int(m[1]) for name in _under(tensors, base) if (m := beyond.match(name))}
+    if high and max(high) >= stack.experts:
+        faults.append(f"{base} numbers experts up to {max(high)}, the config says {stack.experts}")
+    return faults
+
+
+def _explain(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    faults = _faults(layout, stack, tensors, tree)
+    raise TensorError(
+        f"the experts of a layer are not complete or not of the declared shape ({_words(layout)})",
+        where=_base(layout, stack),
+        found="\n".join(faults[:6]) + (f"\nand {len(faults) - 6} more" if len(faults) > 6 else ""),
+        hint="get the missing files, or check that config.json belongs to these weights",
+    )
+
+
+def _from_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    base = _base(layout, stack)
+    for i, leaf in enumerate(layout.leaves):
+        each = [take(tensors, f"{base}.{e}.{leaf}") for e in range(stack.experts)]
+        for plane in each[0]:
+            put(tensors, stack.module(i), {plane: mx.stack([values[plane] for values in each])})
+
+
+def _to_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    base = _base(layout, stack)
+    for i, leaf in enumerate(layout.leaves):
+        for plane, value in take(tensors, stack.module(i)).items():
+            for e in range(stack.experts):
+                put(tensors, f"{base}.{e}.{leaf}", {plane: value[e]})
+
+
+def _take_stacked(tensors: Tensors, module: str) -> dict[str, mx.array]:
+    return {plane: tensors.pop(name) for plane, name in _stacked_planes(tensors, module).items()}
+
+
+def _turn(values: dict[str, mx.array], turn: bool) -> dict[str, mx.array]:
+    return {p: v.swapaxes(-1, -2) if turn and p == "weight" else v for p, v in values.items()}
+
+
+def _from_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    fused, down = (_take_stacked(tensors, source) for source in _sources(layout, stack))
+    fused, down = (_turn(values, layout.transposed) for values in (fused, down))
+    fused = {p: v[: stack.experts] for p, v in fused.items()}
+    put(tensors, stack.module(-1), down)
+    if len(stack.leaves) == 2:
+        put(tensors, stack.module(0), fused)
+        return
+    scale = fused.get("global_scale")
+    if scale is not None and scale.ndim == 2:
+        # One scale for each half: gate's and up's planes were quantised apart.
+        del fused["global_scale"]
+        put(tensors, stack.module(0), {"global_scale": scale[:, 0]})
+        put(tensors, stack.module(1), {"global_scale": scale[:, 1]})
+    whole = f"{stack.container}.__fused__"
+    put(tensors, whole, fused)
+    _halves(layout, stack, whole).forward(tensors, tree)
+
+
+def _halves(layout: spec.Stacked, stack: ExpertStack, whole: str) -> SplitOperation:
+    first = (0, 1) if layout.order != "up_gate" else (1, 0)
+    return SplitOperation(whole, tuple(stack.module(i) for i in first), layout.order == "interleaved")
+
+
+def _to_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    fused_name, down_name = _sources(layout, stack)
+    down = take(tensors, stack.module(-1))
+    if len(stack.leaves) == 2:
+        fused = take(tensors, stack.module(0))
+    else:
+        whole = f"{stack.container}.__fused__"
+        _halves(layout, stack, whole).backward(tensors, tree)
+        fused = take(tensors, whole)
+    for name, values in ((fused_name, fused), (down_name, down)):
+        for plane, value in _turn(values, layout.transposed).items():
+            if plane == "bias":
+                tensors[f"{name}_bias"] = value
+            elif set(values) <= {"weight", "bias"} and not layout.suffix:
+                tensors[name] = value
+            else:
+                tensors[f"{name}.{plane}"] = value
+
+
+def _from_split(layout: spec.Split, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    for i, source in enumerate(_sources(layout, stack)):
+        put(tensors, stack.module(i), _take_stacked(tensors, source))
+
+
+def _to_split(layout: spec.Split, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    for i, source in enumerate(_sources(layout, stack)):
+        put(tensors, source, take(tensors, stack.module(i)))
+
+
+def _from_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    for i, source in enumerate(_sources(layout, stack)):
+        values = _take_stacked(tensors, source)
+        down = i == len(layout.leaves) - 1
+        for plane, value in values.items():
+            cube = mx.unflatten(value, 0, (stack.experts, -1))
+            put(
+                tensors,
+                stack.module(i),
+                {plane: cube.swapaxes(-1, -2) if down and layout.down_transposed else cube},
+            )
+
+
+def _to_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
+    for i, source in enumerate(_sources(layout, stack)):
+        down = i == len(layout.leaves) - 1
+        for plane, value in take(tensors, stack.module(i)).items():
+            turned = value.swapaxes(-1, -2) if down and layout.down_transposed else value
+            tensors[source if plane == "weight" else f"{source}.{plane}"] = turned.flatten(0, 1)
+
+
+_FORWARD = {
+    spec.PerExpert: _from_per_expert,
+    spec.Stacked: _from_stacked,
+    spec.Split: _from_split,
+    spec.Flat: _from_flat,
+}
+_BACKWARD = {
+    spec.PerExpert: _to_per_expert,
+    spec.Stacked: _to_stacked,
+    spec.Split: _to_split,
+    spec.Flat: _to_flat,
+}

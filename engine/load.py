@@ -1,0 +1,138 @@
+"""Loads a checkpoint folder into a model: config, family, plan, tensors, quantisation, account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_experts.engine.account import check_account
+from mlx_experts.engine.arrays import load_arrays
+from mlx_experts.engine.encodings import decode_encodings
+from mlx_experts.engine.families import catalog
+from mlx_experts.engine.model import Model, ModelArgs
+from mlx_experts.engine.quantize import Format, Reader, quantize_modules, settings
+from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.registry.errors import SettingError
+from mlx_experts.registry.resolve import resolve
+
+Progress = Callable[[int, int, str], None]
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass
+class LoadReport:
+    """What a load did that a person may ask about.
+
+    Args:
+        family: name of the family.
+        notices: remarks, such as quantisation entries that matched nothing.
+        dropped: tensors dropped by declared rules, counted by rule.
+        formats: format of every quantised module, by path.
+        dtype: name of the compute dtype, or None for the checkpoint's.
+    """
+
+    family: str
+    notices: list[str] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, Format] = field(default_factory=dict)
+    dtype: str | None = None
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    lazy: bool = False,
+    fused: bool | None = None,
+    dtype: str | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    families: tuple[Path, ...] = (),
+    progress: Progress | None = None,
+) -> tuple[Model, dict[str, Any], LoadReport]:
+    """Build the model of a checkpoint and fill every parameter.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        lazy: leave the arrays unevaluated.
+        fused: True or False to force or forbid the fused path; None for the policy.
+        dtype: compute dtype (`float32`, `float16`, `bfloat16`); None for float32 on the CPU, where MLX's
+            narrow products are many times slower, and the checkpoint's own elsewhere.
+        model_config: entries that replace those of config.json.
+        families: further folders with family files.
+        progress: called with (shards read, shards in all, file name).
+
+    Returns:
+        The model, its config, and a report.
+
+    Raises:
+        RegistryError: whatever is wrong with the checkpoint, its config, or an argument.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise SettingError("the dtype is not known", expected=", ".join(_DTYPES), found=str(dtype))
+    config = {**checkpoint.config, **(model_config or {})}
+    known = catalog(*families)
+    plan = resolve(known.for_config(config), config)
+    args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
+    model = Model(args)
+    report = LoadReport(plan.family.family, list(checkpoint.notices))
+    arrays = load_arrays(checkpoint, progress)
+    decoded = decode_encodings(arrays, config)
+    report.notices += decoded.notices
+    carried = model.carry(decoded.weights)
+    report.dropped = dict(carried.dropped)
+    entry = decoded.quantization or settings(config)
+    reader = Reader(entry, model.carrier.module_path)
+    report.formats = quantize_modules(model, carried.tensors, reader)
+    report.notices += reader.notices
+    if unmatched := reader.unmatched():
+        report.notices.append("quantisation entries that match no module: " + ", ".join(unmatched[:8]))
+    wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    check_account(wanted, carried.tensors, checkpoint.where)
+    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
+        dtype = "float32"
+    report.dtype = dtype
+    tensors = _cast(model, carried.tensors, _DTYPES[dtype]) if dtype else carried.tensors
+    model.update(tree_unflatten(list(tensors.items())))
+    model.eval()
+    if report.formats and "quantization" not in config:
+        config["quantization"] = saved_quantization(report.formats, entry)
+    if not lazy:
+        mx.eval(model.parameters())
+    return model, config, report
+
+
+def _cast(model: Model, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    keeps = model.cast_predicate
+    return {
+        name: value.astype(dtype)
+        if mx.issubdtype(value.dtype, mx.floating) and keeps(name) and not name.endswith(".global_scale")
+        else value
+        for name, value in tensors.items()
+    }
+
+
+def saved_quantization(formats: Mapping[str, Format], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The quantisation entry that describes these formats: the commonest as default, the rest by path."""
+    counts: dict[Format, int] = {}
+    for found in formats.values():
+        counts[found] = counts.get(found, 0) + 1
+    common = max(counts, key=lambda f: counts[f])
+    result: dict[str, Any] = _words(common)
+    for path, found in formats.items():
+        if found != common:
+            result[path] = _words(found)
+    return result
+
+
+def _words(found: Format) -> dict[str, Any]:
+    return {"group_size": found.group_size, "bits": found.bits, "mode": found.mode}
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters."""
+    return sum(int(value.nbytes) for _, value in tree_flatten(model.parameters()))

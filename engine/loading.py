@@ -1,0 +1,135 @@
+"""The public ways to get a model: from a folder or a hub id, with or without its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters, load_tokenizer
+from mlx_lm.utils import save_model as save_mlx_lm_model
+from mlx_lm.utils import save_config
+
+from mlx_experts.engine.load import LoadReport, Progress, load_checkpoint
+from mlx_experts.engine.model import Model
+from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.registry.errors import CheckpointError
+from mlx_experts.registry.hub import resolve_path
+
+
+def load_model(
+    path_or_hf_repo: str | Path,
+    *,
+    lazy: bool = False,
+    fused: bool | None = None,
+    dtype: str | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    families: tuple[Path, ...] = (),
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[Model, dict[str, Any]]:
+    """Load a model from a folder or a Hugging Face repository.
+
+    Args:
+        path_or_hf_repo: a checkpoint folder, or a repository id.
+        lazy: leave the arrays unevaluated.
+        fused: True or False to force or forbid the fused path; None for the policy.
+        dtype: compute dtype; None for float32 on the CPU and the checkpoint's own elsewhere.
+        model_config: entries that replace those of config.json.
+        families: further folders with family files.
+        revision: a branch, tag or commit of the repository.
+        progress: called with (shards read, shards in all, file name).
+
+    Returns:
+        The model and its config.
+
+    Raises:
+        RegistryError: whatever is wrong with the checkpoint or an argument.
+    """
+    model, config, _ = load_with_report(
+        path_or_hf_repo,
+        lazy=lazy,
+        fused=fused,
+        dtype=dtype,
+        model_config=model_config,
+        families=families,
+        revision=revision,
+        progress=progress,
+    )
+    return model, config
+
+
+def load_with_report(
+    path_or_hf_repo: str | Path, *, revision: str | None = None, **options: Any
+) -> tuple[Model, dict[str, Any], LoadReport]:
+    """As :func:`load_model`, with the report of what the load did."""
+    folder = resolve_path(str(path_or_hf_repo), revision)
+    return load_checkpoint(Checkpoint.open(folder), **options)
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    *,
+    adapter_path: str | None = None,
+    revision: str | None = None,
+    **options: Any,
+) -> tuple[Model, TokenizerWrapper]:
+    """Load a model and its tokenizer; the options are those of :func:`load_model`.
+
+    Returns:
+        The model and mlx-lm's tokenizer wrapper, ready for ``generate`` and ``stream_generate``.
+
+    Raises:
+        RegistryError: whatever is wrong with the checkpoint or an argument.
+    """
+    folder = resolve_path(str(path_or_hf_repo), revision)
+    model, config, _ = load_checkpoint(Checkpoint.open(folder), **options)
+    if adapter_path is not None:
+        load_adapters(model, adapter_path)
+        model.eval()
+    return model, read_tokenizer(folder, config, tokenizer_config)
+
+
+def read_tokenizer(
+    folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] | None = None
+) -> TokenizerWrapper:
+    """The tokenizer of a checkpoint folder; code that the folder may carry is never run.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer that can be read.
+    """
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise CheckpointError(
+            "the checkpoint has no tokenizer",
+            where=str(folder),
+            expected="tokenizer.json beside config.json",
+            hint="copy the tokenizer's files from the original checkpoint",
+        )
+    settings = {**(extra or {}), "trust_remote_code": False}
+    try:
+        return load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(
+            "the tokenizer cannot be read", where=str(folder), found=f"{type(error).__name__}: {error}"[:300]
+        ) from error
+
+
+def load_model_for_check(path: str) -> Model:
+    """The model of a checkpoint folder, for scripts that compare loaders."""
+    return load_model(path)[0]
+
+
+def save_model(folder: str | Path, model: Model, config: Mapping[str, Any]) -> None:
+    """Write a model as a checkpoint folder that this package and mlx-lm load.
+
+    Args:
+        folder: made if absent; files of the same names are replaced.
+        model: a model that this package built.
+        config: the config that :func:`load_model` returned.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    save_mlx_lm_model(path, model, donate_model=False)
+    save_config(dict(config), config_path=path / "config.json")

@@ -1,0 +1,61 @@
+"""Dense MLPs: the layers without experts, and shared experts."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine import activations
+from mlx_experts.engine.kernels.facts import Activation
+from mlx_experts.engine.modules import find, place
+from mlx_experts.registry.schema import ActivationSpec
+
+
+def activation_of(spec: ActivationSpec) -> Activation:
+    """The activation that a resolved section names."""
+    return activations.make(spec.name, float(spec.alpha), float(spec.limit))
+
+
+class MLP(nn.Module):
+    """``down(act(gate(x), up(x)))``, or ``down(act(up(x)))`` for an ungated activation.
+
+    Args:
+        dims: input and output width.
+        width: inner width.
+        activation: the activation, which says whether there is a gate.
+        bias: biases on all projections.
+        names: leaves of gate, up and down.
+        fused: gate and up are one matrix, gate rows first, under the gate's name.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        width: int,
+        activation: Activation,
+        *,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        fused: bool = False,
+    ) -> None:
+        super().__init__()
+        self._activation, self._names, self._fused = activation, names, fused
+        gate, up, down = names
+        if fused:
+            place(self, gate, nn.Linear(dims, 2 * width, bias=bias))
+        else:
+            if activation.gated:
+                place(self, gate, nn.Linear(dims, width, bias=bias))
+            place(self, up, nn.Linear(dims, width, bias=bias))
+        place(self, down, nn.Linear(width, dims, bias=bias))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate_name, up_name, down_name = self._names
+        gate = None
+        if self._fused:
+            gate, up = mx.split(find(self, gate_name)(x), 2, axis=-1)
+        else:
+            up = find(self, up_name)(x)
+            if self._activation.gated:
+                gate = find(self, gate_name)(x)
+        return find(self, down_name)(activations.apply(self._activation, gate, up))

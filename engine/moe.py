@@ -1,0 +1,128 @@
+"""The one Mixture-of-Experts block: router, routed experts, shared expert.
+
+Legend: B batch, L tokens, D model width, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from mlx_experts.engine.dispatch import ExpertDispatch
+from mlx_experts.engine.mlp import MLP, activation_of
+from mlx_experts.engine.modules import find, place
+from mlx_experts.engine.router import Router
+from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.resolve import LayerPlan
+from mlx_experts.registry.schema import SharedSpec
+
+
+class MoE(nn.Module):
+    """Routes each token to K experts and adds the shared expert.
+
+    Args:
+        layer: the layer's plan, with a resolved MoE section.
+        name: module path of the block, by which the trace counts.
+        fused: True or False to force or forbid the fused path; None for the policy.
+    """
+
+    def __init__(self, layer: LayerPlan, name: str, fused: bool | None = None) -> None:
+        super().__init__()
+        assert layer.moe is not None
+        spec, sizes = layer.moe, layer.sizes
+        experts, dims = spec.experts, sizes.hidden_size
+        self._spec, self._experts = spec, sizes.num_experts
+        columns = sizes.num_experts + experts.zero_experts
+        self._router = Router(spec.router, dims, columns, sizes.top_k, sizes.norm_eps)
+        self._router.build(self)
+        self._latent = experts.latent if experts.latent is not None and experts.latent.enabled else None
+        inner = self._latent.width if self._latent else dims
+        width = experts.width if experts.width is not None else sizes.expert_width
+        activation = activation_of(experts.activation)
+        if activation.gated != (experts.kind == "glu"):
+            raise ConfigError(
+                f"the activation '{activation.name}' does not fit experts of kind '{experts.kind}'",
+                where="the family file, moe.experts",
+            )
+        container = SwitchGLU if experts.kind == "glu" else SwitchMLP
+        place(self, experts.path, container(inner, width, sizes.num_experts, bias=experts.bias))
+        if self._latent:
+            place(self, self._latent.down, nn.Linear(dims, inner, bias=False))
+            place(self, self._latent.up, nn.Linear(inner, dims, bias=False))
+        self._dispatch = ExpertDispatch(name, activation, fused)
+        shared = spec.shared
+        self._shared = shared if shared is not None and shared.enabled and shared.count > 0 else None
+        if self._shared and not self._shared.path.startswith("../"):
+            place(self, self._shared.path, make_shared(self._shared, dims))
+        if self._shared and self._shared.gate:
+            outputs = 1 if self._shared.combine == "sigmoid_gate" else 2
+            place(self, self._shared.gate, nn.Linear(dims, outputs, bias=self._shared.gate_bias))
+
+    def __call__(self, x: mx.array, shared: Any = None) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D].
+
+        Args:
+            shared: the shared expert, where it lives in the layer and not in this block.
+        """
+        y = self.routed(x)
+        if self._shared is None:
+            return y
+        return self._join(x, y, (shared or find(self, self._shared.path))(x))
+
+    def routed(self, x: mx.array) -> mx.array:
+        """The weighted sum of the picked experts."""
+        spec = self._spec.experts
+        indices, weights = self._router(self, x)
+        identity = None
+        if spec.zero_experts:
+            zero = indices >= self._experts
+            identity = mx.where(zero, weights, 0).sum(axis=-1, keepdims=True)
+            weights, indices = mx.where(zero, 0, weights), mx.where(zero, 0, indices)
+        inner = find(self, self._latent.down)(x) if self._latent else x
+        container = find(self, spec.path)
+        if spec.weigh == "input":
+            y = self._on_weighted_input(container, inner, indices, weights)
+        else:
+            y = self._dispatch(container, inner, indices, weights)
+        if self._latent:
+            y = find(self, self._latent.up)(y)
+        if identity is not None:
+            y = (y.astype(mx.float32) + x.astype(mx.float32) * identity).astype(x.dtype)
+        return y if spec.output_scale == 1.0 else y * spec.output_scale
+
+    def _on_weighted_input(
+        self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array
+    ) -> mx.array:
+        """Each expert reads its input times its weight; every pick is a row of its own."""
+        if indices.shape[-1] == 1:
+            return self._dispatch(container, x * weights.astype(x.dtype), indices, mx.ones_like(weights))
+        rows = x[..., None, :] * weights[..., None].astype(x.dtype)
+        y = self._dispatch(container, rows, indices[..., None], mx.ones_like(weights)[..., None])
+        return y.astype(mx.float32).sum(axis=-2).astype(x.dtype)
+
+    def _join(self, x: mx.array, routed: mx.array, shared: mx.array) -> mx.array:
+        assert self._shared is not None
+        match self._shared.combine:
+            case "sum":
+                return routed + shared
+            case "mean":
+                return (routed + shared) * 0.5
+            case "sigmoid_gate":
+                return routed + mx.sigmoid(find(self, self._shared.gate)(x)) * shared
+        mix = mx.softmax(find(self, self._shared.gate)(x), axis=-1, precise=True)
+        return routed * mix[..., :1] + shared * mix[..., 1:]
+
+
+def make_shared(spec: SharedSpec, dims: int) -> MLP:
+    """The shared expert of a resolved section."""
+    return MLP(
+        dims,
+        spec.width * spec.count,
+        activation_of(spec.activation),
+        bias=spec.bias,
+        names=spec.names,
+        fused=spec.fused,
+    )

@@ -1,0 +1,3 @@
+"""Our own odd pieces, filling the same hooks as anybody's plugin. One module, one piece."""
+
+MODULES: tuple[str, ...] = ()

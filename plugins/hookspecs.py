@@ -1,0 +1,88 @@
+"""The hooks that plugins fill. A plugin implements the ones it wants; arguments are by keyword.
+
+Each ``offer_*`` hook returns a mapping from names, which family files use, to builders. Two plugins
+that offer the same name are an error naming both, unless one wraps its builder in :class:`Override`.
+Nothing here imports mlx, the registry or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pluggy
+
+PROJECT = "mlx_experts"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Override(Generic[T]):
+    """Says that a builder knowingly takes the place of another plugin's of the same name."""
+
+    builder: T
+
+
+Offers = Mapping[str, Any]
+
+
+@hookspec
+def add_families() -> Iterable[Path]:  # type: ignore[empty-body]
+    """Folders with family files to add. Called when the catalogue is first read; nothing adds nothing."""
+
+
+@hookspec
+def offer_mixers() -> Offers:  # type: ignore[empty-body]
+    """Mixers (attention and its likes) by the `kind` that family files name.
+
+    A builder is called as ``builder(layer=LayerPlan, plan=Plan)`` and returns an ``mlx.nn.Module``
+    with ``__call__(x, state, cache)`` and ``make_cache()``.
+    """
+
+
+@hookspec
+def offer_blocks() -> Offers:  # type: ignore[empty-body]
+    """Decoder layers by the `block.kind` that family files name.
+
+    A builder is called as ``builder(layer=LayerPlan, plan=Plan, make=LayerParts)`` and returns a module
+    with ``__call__(x, state, cache)`` and ``make_cache()``.
+    """
+
+
+@hookspec
+def offer_router_selections() -> Offers:  # type: ignore[empty-body]
+    """Router selections by the `router.select` that family files name.
+
+    Called as ``select(logits=[..., E], top_k=K, options=...)``; returns indices and weights ``[..., K]``.
+    """
+
+
+@hookspec
+def offer_activations() -> Offers:  # type: ignore[empty-body]
+    """Expert activations by name: ``engine.activations.ExpertActivation`` rows."""
+
+
+@hookspec
+def offer_layout_operations() -> Offers:  # type: ignore[empty-body]
+    """Layout operations by the name that family files give: ``engine.layout.Operation`` classes."""
+
+
+@hookspec
+def offer_kernels() -> Offers:  # type: ignore[empty-body]
+    """Fused expert kernels by name: objects with ``gate(facts)`` and ``run(...)``."""
+
+
+@hookspec
+def offer_embeddings() -> Offers:  # type: ignore[empty-body]
+    """Token embeddings by the `embedding.kind` that family files name.
+
+    Called as ``builder(plan=Plan)``; returns a module with ``__call__(inputs, state)``.
+    """
+
+
+Builder = Callable[..., Any]

@@ -1,0 +1,160 @@
+"""Loads plugins at first use and keeps what they offer, refusing names that two of them claim.
+
+``MLX_EXPERTS_PLUGINS`` narrows loading to a comma-separated list of entry points (`none` for none);
+``MLX_EXPERTS_TRACE_PLUGINS`` prints every hook call. Built-in pieces are always there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from mlx_experts.plugins import hookspecs
+from mlx_experts.plugins.hookspecs import PROJECT, Override
+
+NARROW_VARIABLE = "MLX_EXPERTS_PLUGINS"
+TRACE_VARIABLE = "MLX_EXPERTS_TRACE_PLUGINS"
+
+KINDS = {
+    "mixer": "offer_mixers",
+    "block": "offer_blocks",
+    "selection": "offer_router_selections",
+    "activation": "offer_activations",
+    "layout operation": "offer_layout_operations",
+    "kernel": "offer_kernels",
+    "embedding": "offer_embeddings",
+}
+
+
+class PluginProblem(Exception):
+    """A plugin cannot be used. The registry shows it as its own ``PluginError``."""
+
+
+@functools.cache
+def manager() -> pluggy.PluginManager:
+    """The plugin manager with the external plugins loaded, and none of the built-in pieces.
+
+    Raises:
+        PluginProblem: a plugin cannot be imported, or the narrowing variable names an unknown one.
+    """
+    plugins = pluggy.PluginManager(PROJECT)
+    plugins.add_hookspecs(hookspecs)
+    if os.environ.get(TRACE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off"):
+        plugins.trace.root.setwriter(lambda text: print(text, end="", file=sys.stderr))
+        plugins.enable_tracing()
+    points = {p.name: p for p in importlib.metadata.entry_points(group=PROJECT)}
+    for name in _wanted(list(points)):
+        try:
+            plugins.register(points[name].load(), name=name)
+        except (ImportError, AttributeError, pluggy.PluginValidationError) as error:
+            raise PluginProblem(
+                f"the plugin '{name}' ({points[name].value}) cannot be loaded: {error}; "
+                f"uninstall or repair it, or leave it out with {NARROW_VARIABLE}"
+            ) from error
+    return plugins
+
+
+def _wanted(names: list[str]) -> list[str]:
+    value = os.environ.get(NARROW_VARIABLE)
+    if value is None or not value.strip():
+        return names
+    wanted = [part.strip() for part in value.split(",") if part.strip()]
+    if wanted == ["none"]:
+        return []
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise PluginProblem(
+            f"{NARROW_VARIABLE} names a plugin that is not installed: {', '.join(unknown)}; "
+            f"installed: {', '.join(names) or 'none'}"
+        )
+    return wanted
+
+
+def family_folders() -> list[Path]:
+    """Folders with family files that plugins add."""
+    return [Path(folder) for folders in manager().hook.add_families() for folder in folders]
+
+
+class Pieces:
+    """Everything that plugins and the built-in modules offer, by kind and name.
+
+    Args:
+        plugins: the manager to ask.
+    """
+
+    def __init__(self, plugins: pluggy.PluginManager) -> None:
+        self._offers: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        self._owners: dict[tuple[str, str], str] = {}
+        for kind, hook in KINDS.items():
+            self._collect(plugins, kind, hook)
+
+    def _collect(self, plugins: pluggy.PluginManager, kind: str, hook: str) -> None:
+        overridden: dict[str, str] = {}
+        for implementation in getattr(plugins.hook, hook).get_hookimpls():
+            owner = implementation.plugin_name
+            for name, builder in implementation.function().items():
+                replaces = isinstance(builder, Override)
+                claimed = (
+                    overridden if replaces else {n: o for (k, n), o in self._owners.items() if k == kind}
+                )
+                if name in claimed and (replaces or name not in overridden):
+                    raise PluginProblem(
+                        f"the plugins '{claimed[name]}' and '{owner}' both offer the {kind} '{name}'; "
+                        "rename one, or let one of them wrap its builder in Override"
+                    )
+                if replaces:
+                    overridden[name] = owner
+                elif name in overridden:
+                    continue
+                self._offers[kind][name] = builder.builder if replaces else builder
+                self._owners[kind, name] = owner
+
+    def get(self, kind: str, name: str) -> Any:
+        """The builder of this kind and name.
+
+        Raises:
+            PluginProblem: none offers it.
+        """
+        offers = self._offers[kind]
+        if name not in offers:
+            near = difflib.get_close_matches(name, offers, n=1, cutoff=0.5)
+            raise PluginProblem(
+                f"no plugin offers the {kind} '{name}'; "
+                + (f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(offers)) or 'none'}")
+            )
+        return offers[name]
+
+    def names(self, kind: str) -> dict[str, str]:
+        """Offered names of a kind, with the plugin that offers each."""
+        return {name: self._owners[kind, name] for name in sorted(self._offers[kind])}
+
+    def mixer(self, name: str) -> Any:
+        """The mixer builder of this name."""
+        return self.get("mixer", name)
+
+    def block(self, name: str) -> Any:
+        """The decoder-layer builder of this name."""
+        return self.get("block", name)
+
+    def selection(self, name: str) -> Any:
+        """The router selection of this name."""
+        return self.get("selection", name)
+
+
+@functools.cache
+def pieces() -> Pieces:
+    """The pieces of all plugins, built-in ones included; imports the engine."""
+    plugins = manager()
+    for name in importlib.import_module("mlx_experts.plugins.builtin").MODULES:
+        full = f"mlx_experts.plugins.builtin.{name}"
+        if not plugins.has_plugin(f"builtin.{name}"):
+            plugins.register(importlib.import_module(full), name=f"builtin.{name}")
+    return Pieces(plugins)
