@@ -59,9 +59,7 @@ class ExpertDispatch:
     def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
         return type(self), (self.layer, self.activation, self.fused)
 
-    def __call__(
-        self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array
-    ) -> mx.array:
+    def __call__(self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
 
         Args:
@@ -96,9 +94,7 @@ class ExpertDispatch:
         trace.add(decision.key, decision.note)
         return gather.experts(container, self.activation, x, indices, weights)
 
-    def _decide(
-        self, container: nn.Module, x: mx.array, rows: int, top_k: int, device: Device
-    ) -> _Decision:
+    def _decide(self, container: nn.Module, x: mx.array, rows: int, top_k: int, device: Device) -> _Decision:
         experts = pack.read(container, self.activation)
         facts = pack.facts_of(
             experts,
@@ -120,4 +116,6 @@ class ExpertDispatch:
         return _Decision(verdict, TraceKey(self.layer, "fused", rows_label(rows), device), "")
 
     def _gathered(self, rows: int, why: Decline) -> _Decision:
-        return _Decision(None, TraceKey(self.layer, "gather", rows_label(rows), why.rule), f"{why}. {why.hint}")
+        return _Decision(
+            None, TraceKey(self.layer, "gather", rows_label(rows), why.rule), f"{why}. {why.hint}"
+        )

@@ -113,11 +113,10 @@ def _dtype(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None
 
 
 def _top_k(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
-    """A token has between 1 and 32 experts, all different."""
-    most = min(MAX_TOP_K, facts.num_experts)
-    if 1 <= facts.top_k <= most:
+    """A token has between 1 and 32 experts."""
+    if 1 <= facts.top_k <= MAX_TOP_K:
         return None
-    return Decline("top_k", f"1 to {most}", str(facts.top_k), "More experts a token are gathered.")
+    return Decline("top_k", f"1 to {MAX_TOP_K}", str(facts.top_k), "Other counts are gathered.")
 
 
 def _activation(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:

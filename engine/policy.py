@@ -39,18 +39,25 @@ class Policy:
     bound_by: str = "default"
 
 
+@dataclass(frozen=True)
+class TunedBound:
+    """The bound on F that ``registry tune`` found; None when the fused form never lost."""
+
+    max_width: int | None
+
+
 def resolve(
     device: Device,
     fused: bool | None = None,
     *,
-    tuned: int | None = None,
+    tuned: TunedBound | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Policy:
     """The policy for one device.
 
     Args:
         fused: the argument of ``load``; None leaves the choice to the environment.
-        tuned: the bound that ``registry tune`` found for this device, if it was run.
+        tuned: what ``registry tune`` found on this device, if it was run.
 
     Raises:
         SettingError: the width bound in the environment is not a whole number of at least 0.
@@ -64,7 +71,7 @@ def resolve(
     if text:
         return Policy(enabled, _width(text), switched_by, WIDTH_BOUND)
     if tuned is not None:
-        return Policy(enabled, tuned, switched_by, "registry tune")
+        return Policy(enabled, tuned.max_width, switched_by, "registry tune")
     return Policy(enabled, _DEFAULT_BOUND[device], switched_by, f"default for {device}")
 
 

@@ -106,7 +106,7 @@ class Trace:
         return json.dumps([asdict(row) for row in self.snapshot()])
 
     def table(self) -> list[TraceRow]:
-        """The lines with equal layers merged, for people: ``layer`` says how many layers a line stands for."""
+        """The lines for people: layers merged, ``layer`` saying how many a line stands for."""
         merged: dict[tuple[Path, str, str], list[TraceRow]] = {}
         for row in self.snapshot():
             merged.setdefault((row.path, row.rows, row.reason), []).append(row)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_experts.engine import activations
 from mlx_experts.engine.kernels.facts import Activation
-from mlx_experts.engine.kernels.pack import children
+from mlx_experts.engine.kernels.pack import children, global_factor
 
 # From this many (row, expert) pairs on, mlx-lm's containers order the pairs by expert so that the gathered
 # products stream each expert once; the products take that order as a promise.
@@ -25,6 +26,27 @@ def combine(outputs: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
     """
     wide = outputs.astype(mx.float32) * weights.astype(mx.float32)[..., None]
     return wide.sum(axis=-2).astype(dtype)
+
+
+def _product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) -> mx.array:
+    """The module's own product, except where MLX 0.32 has none: nvfp4's global scale on the CPU."""
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if not (on_cpu and type(module) is QuantizedSwitchLinear and module.global_scale is not None):
+        return module(rows, pairs, sorted_indices=ordered)
+    y = mx.gather_qmm(
+        rows,
+        module["weight"],
+        module["scales"],
+        rhs_indices=pairs,
+        transpose=True,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+        sorted_indices=ordered,
+    )
+    factor = global_factor(module["global_scale"])[pairs]
+    y = (y.astype(mx.float32) * factor[..., None, None]).astype(y.dtype)
+    return y + mx.expand_dims(module["bias"][pairs], -2) if "bias" in module else y
 
 
 def experts(
@@ -54,9 +76,9 @@ def experts(
     else:
         rows = mx.expand_dims(rows, 1)
         pairs = pairs.reshape(-1, top_k)
-    up = parts["up"](rows, pairs, sorted_indices=ordered)
-    gate = parts["gate"](rows, pairs, sorted_indices=ordered) if "gate" in parts else None
-    outputs = parts["down"](activations.apply(activation, gate, up), pairs, sorted_indices=ordered)
+    up = _product(parts["up"], rows, pairs, ordered)
+    gate = _product(parts["gate"], rows, pairs, ordered) if "gate" in parts else None
+    outputs = _product(parts["down"], activations.apply(activation, gate, up), pairs, ordered)
     outputs = outputs.reshape(-1, outputs.shape[-1])
     if ordered:
         outputs = outputs[mx.argsort(order)]

@@ -99,6 +99,11 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+def global_factor(global_scale: mx.array) -> mx.array:
+    """What nvfp4's decoded weights are multiplied by: MLX keeps the largest value, 6 times 448 in codes."""
+    return global_scale.astype(mx.float32) / (6 * 448)
+
+
 def read_stack(module: nn.Module) -> Stack | None:
     """A projection's facts and arrays, or None when it is not a plain mlx-lm projection."""
     bias = module.get("bias")
@@ -142,27 +147,32 @@ def read(container: nn.Module, activation: Activation) -> PackedExperts | None:
     return PackedExperts(stacks.get("gate"), up, down, activation)
 
 
+# Stands for a projection that is not mlx-lm's own; the gate declines before it looks at one.
+_UNREAD = Projection(format="plain", bits=0, group_size=0, rows=0, cols=0, dtype="")
+
+
 def facts_of(
-    experts: PackedExperts,
+    experts: PackedExperts | None,
+    activation: Activation,
     *,
     rows: int,
     top_k: int,
     dtype: mx.Dtype,
     device: Device,
     training: bool = False,
-    adapted: bool = False,
 ) -> ExpertFacts:
-    """The facts of one kind of call on these experts."""
+    """The facts of one kind of call; ``experts`` None means an adapted container."""
+    gate = experts.gate.projection if experts is not None and experts.gate is not None else None
     return ExpertFacts(
         rows=rows,
         top_k=top_k,
-        num_experts=experts.up.weight.shape[0],
-        gate=None if experts.gate is None else experts.gate.projection,
-        up=experts.up.projection,
-        down=experts.down.projection,
-        activation=experts.activation,
+        num_experts=0 if experts is None else experts.up.weight.shape[0],
+        gate=gate,
+        up=_UNREAD if experts is None else experts.up.projection,
+        down=_UNREAD if experts is None else experts.down.projection,
+        activation=activation,
         dtype=dtype_name(dtype),
         device=device,
         training=training,
-        adapted=adapted,
+        adapted=experts is None,
     )

@@ -1,0 +1,224 @@
+"""The fused expert computation on the CPU, straight from the packed weights, compiled by numba.
+
+``cpu_rows`` knows the storage formats; this file knows the order of the work: rows of gate and up in
+parallel, the activation, rows of down in parallel, the weighted sum over experts, all in float32. Each output
+is summed in one fixed order, so repeated runs are bitwise equal whatever the threads do.
+Legend: E experts, K experts of this token, H model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_experts.engine.activations import lookup
+from mlx_experts.engine.kernels.facts import Decline, Projection
+from mlx_experts.engine.kernels.pack import PackedExperts, Stack, global_factor
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+# One parallel region at a time: numba's portable thread pool aborts the process on concurrent use.
+_LOCK = threading.Lock()
+
+# Below this many bytes of weights a token, waking the other threads costs more than they save.
+PARALLEL_FROM = 1 << 18
+
+
+def unavailable() -> Decline | None:
+    """Why this machine cannot run the kernel, or None."""
+    if _numba() is None:
+        return Decline("numba", "numba installed", "no numba", "pip install 'mlx-experts[cpu]'")
+    return None
+
+
+@lru_cache(maxsize=1)
+def _numba() -> ModuleType | None:
+    try:
+        from mlx_experts.engine.kernels import cpu_driver
+    except ModuleNotFoundError as error:
+        if error.name not in ("numba", "llvmlite"):
+            raise
+        return None
+    return cpu_driver
+
+
+@lru_cache(maxsize=64)
+def _row_function(projection: Projection) -> Any:
+    """The compiled row product; kept for ever because kernels hold its address."""
+    from mlx_experts.engine.kernels.cpu_rows import row_product
+
+    return row_product(projection)
+
+
+def _kind(projection: Projection) -> Projection:
+    """The part of a projection that the compiled code depends on."""
+    return replace(projection, rows=0, cols=0, bias=False, global_scale=False)
+
+
+def address(array: mx.array) -> int:
+    """Where an evaluated array's data lies.
+
+    Raises:
+        BufferError: the array is a view with gaps.
+    """
+    return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Arrays that compiled code reads by address, and the addresses when they were read."""
+
+    arrays: tuple[mx.array, ...]
+    addresses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, stacks: list[Stack]) -> _Held:
+        arrays = tuple(a for s in stacks for a in s.arrays())
+        return cls(arrays, tuple(map(address, arrays)))
+
+    def moved(self) -> bool:
+        """Whether one was changed in place since (MLX then puts it elsewhere, or frees the old place)."""
+        return tuple(map(address, self.arrays)) != self.addresses
+
+
+def _float32(array: mx.array | None) -> np.ndarray:
+    """A small array as float32; empty for None."""
+    if array is None:
+        return np.empty(0, np.float32)
+    return np.ascontiguousarray(np.array(array.astype(mx.float32)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """One stack as the driver reads it, and what must stay alive while it may be called."""
+
+    numbers: np.ndarray
+    alive: tuple[Any, ...]
+
+
+def _plan(stack: Stack) -> _Plan:
+    """The numbers of ``cpu_driver``'s legend for one stack."""
+    from mlx_experts.engine.kernels.cpu_rows import blocks_of
+
+    p = stack.projection
+    function = _row_function(_kind(p))
+    blocks = blocks_of(p)
+    plane_scales = np.array(blocks.scales, np.float32)
+    bias = _float32(stack.bias)
+    factor = _float32(None if stack.global_scale is None else global_factor(stack.global_scale))
+    numbers = [
+        function.address,
+        address(stack.weight),
+        0 if stack.scales is None else address(stack.scales),
+        0 if stack.biases is None else address(stack.biases),
+        bias.ctypes.data if bias.size else 0,
+        factor.ctypes.data if factor.size else 0,
+        plane_scales.ctypes.data,
+        p.rows,
+        p.cols // blocks.weights,
+        blocks.weights,
+        p.group_size or p.cols,
+        stack.weight.itemsize * stack.weight.shape[2],
+        0 if stack.scales is None else stack.scales.itemsize * stack.scales.shape[2],
+    ]
+    return _Plan(np.array(numbers, np.int64), (function, plane_scales, bias, factor))
+
+
+@lru_cache(maxsize=64)
+def _activation_function(name: str) -> Any:
+    """The compiled scalar form of an activation; kept because kernels hold its address."""
+    from numba import cfunc, types
+
+    form = lookup(name).scalar
+    assert form is not None  # the gate has looked
+    return cfunc(types.float32(*[types.float32] * 4), error_model="numpy")(form)
+
+
+class FusedExperts:
+    """One layer's experts, ready for one token at a time."""
+
+    def __init__(self, experts: PackedExperts) -> None:
+        stacks = experts.stacks()
+        mx.eval([s.arrays() for s in stacks])
+        self._experts = experts
+        self._held = _Held.of(stacks)
+        self._up, self._down = _plan(experts.up), _plan(experts.down)
+        self._gate = self._up if experts.gate is None else _plan(experts.gate)
+        self._activation = experts.activation
+        self._function = _activation_function(experts.activation.name)
+        count = experts.up.weight.shape[0]
+        self._num_experts = count
+        self._bytes_per_expert = sum(a.nbytes for a in self._held.arrays) // count
+
+    def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array | Decline:
+        """See ``FusedRun``; a Decline inside a function transformation, which has no values to read.
+
+        Raises:
+            IndexError: an index is not an expert.
+        """
+        inputs = (x.astype(mx.float32), indices.astype(mx.int32), weights.astype(mx.float32))
+        if not _evaluated(*inputs):
+            return Decline(
+                "transformation",
+                "a call outside compile, grad and vmap",
+                "a call inside one",
+                "The CPU kernel reads values; leave the experts out of the transformed function.",
+            )
+        if self._held.moved():
+            self.__init__(self._experts)  # type: ignore[misc]
+        row, chosen, shares = (np.array(a, copy=False).reshape(-1) for a in inputs)
+        out = np.empty(x.shape[-1], np.float32)
+        driver = _numba()
+        assert driver is not None
+        large = self._bytes_per_expert * chosen.size >= PARALLEL_FROM
+        with _LOCK:
+            bad = (driver.parallel if large else driver.serial)(
+                self._experts.gate is not None,
+                self._gate.numbers,
+                self._up.numbers,
+                self._down.numbers,
+                self._function.address,
+                np.float32(self._activation.alpha),
+                np.float32(self._activation.limit),
+                self._num_experts,
+                row,
+                chosen,
+                shares,
+                out,
+            )
+        if bad >= 0:
+            raise IndexError(f"expert {chosen[bad]} of {self._num_experts}")
+        return mx.array(out).astype(x.dtype).reshape(x.shape)
+
+
+def _evaluated(*arrays: mx.array) -> bool:
+    """Compute the arrays, or say False when MLX is only tracing them."""
+    try:
+        mx.async_eval(*arrays)
+    except ValueError as error:
+        if "graph transformation" not in str(error):
+            raise
+        return False
+    mx.eval(*arrays)
+    return True
+
+
+def prepare(experts: PackedExperts, dtype: mx.Dtype) -> FusedExperts | Decline:
+    """See ``FusedKernel``; the kernel is the same for every activation dtype."""
+    mx.eval([s.arrays() for s in experts.stacks()])
+    try:
+        return FusedExperts(experts)
+    except BufferError:
+        return Decline(
+            "contiguous",
+            "weights without gaps",
+            "a view into a larger array",
+            "Make the stacks contiguous when loading.",
+        )
