@@ -138,6 +138,8 @@ def _faults(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tre
         got, packed = tensors[names["weight"]].shape, "scales" in names
         if packed and isinstance(layout, spec.Stacked) and layout.transposed:
             faults.append(f"{source} is quantised along its output axis")
+        if isinstance(layout, spec.Stacked) and layout.packed not in (None, packed):
+            faults.append(f"{source} is {'' if packed else 'not '}quantised")
         want = shape[:-1] if packed else shape
         got = got[:-1] if packed else got
         if i == 0 and extra and got[0] > want[0]:

@@ -35,6 +35,9 @@ class Stacked(Spec):
     transposed: bool = Field(False, description="Matrices are [in, out].")
     suffix: Literal["", ".weight"] = Field("", description="What follows the leaf.")
     extra_rows: bool = Field(False, description="The fused stack may carry rows of identity experts.")
+    packed: bool | None = Field(
+        None, description="Only quantised planes (true), or only full precision (false), look like this."
+    )
 
 
 class Split(Spec):

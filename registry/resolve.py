@@ -364,7 +364,7 @@ class Resolver:
         scaling = scaling if isinstance(scaling, dict) else {}
         if any(isinstance(v, dict) for v in scaling.values()):
             scaling = scaling.get(layer_type) or {}
-        params: dict[str, Any] = {**scaling, **nested}
+        params: dict[str, Any] = {**scaling, **nested} or dict(self.value(spec.when_absent, layer))
         scaled = self.value(spec.scaled_types, layer)
         kind = params.get("rope_type") or params.get("type") or spec.type or "default"
         if not spec.scaling or (scaled is not None and layer_type not in scaled):
