@@ -102,7 +102,7 @@ class RopeSpec(Spec):
     type: str | None = Field(None, description="Rope type that is used unless the config names one.")
     options: dict[str, AnyValue] = Field({}, description="Further parameters of the rope type.")
     when_absent: dict[str, AnyValue] = Field(
-        {}, description="Rope parameters of a config that states neither `rope_parameters` nor `rope_scaling`."
+        {}, description="Rope parameters where a config has neither `rope_parameters` nor `rope_scaling`."
     )
     enabled: Bool = Field(True, description="Whether positions are rotated at all.")
 
