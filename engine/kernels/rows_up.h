@@ -1,0 +1,16 @@
+// Launch A: a warp computes one act[k, f], gate and up rows sharing each chunk of x.
+const int row = group * ME_WARPS + warp;
+if (row < ME_K * ME_F) {
+  const int64_t e = indices[row / ME_F];
+  const int64_t at = e * ME_F + row % ME_F;
+  float g = 0.0f, u = 0.0f;
+  for (int c = lane; c < ME_H / ME_CHUNK; c += 32) {
+    float v[ME_CHUNK];
+    const float sum = me_load<ME_CHUNK>(x + c * ME_CHUNK, v);
+    g += ME_DOT_GATE;
+    u += ME_DOT_UP;
+  }
+  g = me_sum(g);
+  u = me_sum(u);
+  if (lane == 0) act[row] = me_activation(ME_END_GATE, ME_END_UP);
+}

@@ -1,0 +1,226 @@
+"""Kernel text: reads the files beside this one and puts a launch together for CUDA or Metal.
+
+The warp-per-row bodies are the same text on both; a back-end adds its prelude and the line that says which
+lane of which warp of which group it is. What a body does is fixed by the names defined before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_experts.engine.activations import lookup
+from mlx_experts.engine.kernels.facts import Activation, ExpertFacts, Projection
+from mlx_experts.engine.kernels.pack import PackedExperts, Stack
+
+WARP = 32
+_SUFFIXES = {"weight": "w", "scales": "s", "biases": "b", "bias": "c", "global_scale": "g"}
+_FORMATS = {"affine": 0, "mxfp4": 1, "mxfp8": 2, "nvfp4": 3}
+_PLAIN = {"bfloat16": 4, "float16": 5, "float32": 6}
+# A global scale is the tensor's largest magnitude; 448 and 6 are the largest e4m3 and e2m1 values.
+_NVFP4_UNIT = 1.0 / (448.0 * 6.0)
+
+KernelMaker = Callable[..., Callable[..., list[mx.array]]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What differs between CUDA and Metal.
+
+    Args:
+        prelude: the file that defines the names used by the shared bodies.
+        opening: statements that declare ``lane``, ``warp`` and ``group``.
+        maker: MLX's function for kernels of this kind.
+    """
+
+    prelude: str
+    opening: str
+    maker: KernelMaker
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, ready to be made: text, arrays by name, and size.
+
+    Args:
+        groups: thread groups (blocks) in the grid.
+        warps: warps (SIMD groups) in each.
+        shared: bytes of dynamic shared memory in each (CUDA only).
+    """
+
+    label: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    header: str
+    source: str
+    groups: int
+    warps: int
+    shared: int = 0
+
+    def name(self, dtypes: Sequence[mx.Dtype]) -> str:
+        """A name for these input and output dtypes.
+
+        MLX keeps compiled CUDA kernels on disk by name alone, so the name must change with the text.
+        """
+        text = "\0".join([self.header, self.source, *self.inputs, *map(str, dtypes)])
+        return f"{self.label}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def make(
+        self, backend: Backend, dtypes: Sequence[mx.Dtype], shapes: Sequence[tuple[int, ...]], **options: Any
+    ) -> Callable[[Sequence[mx.array]], list[mx.array]]:
+        """The launch as a function of its input arrays.
+
+        Args:
+            dtypes: of the inputs, then of the outputs.
+            shapes: of the outputs.
+            options: more arguments of MLX's kernel call, for tests: ``verbose``, ``init_value``.
+        """
+        how = {"shared_memory": self.shared} if self.shared else {}
+        kernel = backend.maker(
+            name=self.name(dtypes),
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=self.source,
+            header=self.header,
+            **how,
+        )
+        threads = self.warps * WARP
+        call = dict(
+            grid=(self.groups * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes[len(self.inputs) :]),
+            **options,
+        )
+        return lambda arrays: kernel(inputs=arrays, **call)
+
+
+@lru_cache
+def text(name: str) -> str:
+    """A kernel file without its comments: MLX copies the text at every call."""
+    raw = files(__package__).joinpath(name).read_text(encoding="utf-8")
+    lines = (re.sub(r"\s*//.*", "", line).strip() for line in raw.splitlines())
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def defines(values: Mapping[str, object]) -> str:
+    """``#define ME_NAME value`` for each entry."""
+    return "".join(f"#define ME_{name} {value}\n" for name, value in values.items())
+
+
+def activation_text(activation: Activation) -> str | None:
+    """``me_activation(g, u)`` in C, or None when the activation has no C form."""
+    expression = lookup(activation.name).c
+    if expression is None:
+        return None
+    alpha, limit = float(activation.alpha), float(activation.limit)
+    return (
+        "ME_INLINE float me_activation(float g, float u) {\n"
+        f"const float alpha = {alpha!r}f, limit = {limit!r}f;\n"
+        f"(void)g, (void)u, (void)alpha, (void)limit;\nreturn {expression};\n}}\n"
+    )
+
+
+def array_names(part: str, stack: Stack) -> dict[str, mx.array]:
+    """The arrays of one stack by the name that kernel text uses for them."""
+    held = {suffix: getattr(stack, field) for field, suffix in _SUFFIXES.items()}
+    return {f"{part}_{suffix}": array for suffix, array in held.items() if array is not None}
+
+
+def format_number(projection: Projection) -> int:
+    """The number that ``rows.h`` knows a format by."""
+    return _FORMATS[projection.format] if projection.format != "plain" else _PLAIN[projection.dtype]
+
+
+def bias_text(part: str, projection: Projection, value: str, index: str) -> str:
+    """``value`` with the global scale and the bias of the row ``at``, as a C expression."""
+    if projection.global_scale:
+        value = f"{value} * ({part}_g[e] * {_NVFP4_UNIT!r}f)"
+    return f"({value} + me_value({part}_c[{index}]))" if projection.bias else f"({value})"
+
+
+def chunk_width(*projections: Projection | None) -> int:
+    """How many weights a lane takes at once: 32 fill whole words in every packed format, 8 are 16 bytes."""
+    held = [p for p in projections if p is not None]
+    return 8 if all(p.format == "plain" for p in held) else 32
+
+
+def _dot(part: str, p: Projection) -> str:
+    """A chunk of row ``at`` times ``v``, as a call of ``me_dot``."""
+    words = f"(ME_DEVICE const me_uint*){part}_w + at * {p.cols * p.bits // 32}"
+    scales = f"{part}_s + at * {p.cols // p.group_size}" if p.group_size else "(ME_DEVICE const uint8_t*)0"
+    biases = f"{part}_b + at * {p.cols // p.group_size}" if p.format == "affine" else scales
+    return f"me_dot<{format_number(p)}, {p.bits}, {p.group_size}>({words}, {scales}, {biases}, c, v, sum)"
+
+
+def add_down_bias(projection: Projection) -> str:
+    """Adds the scored biases of output row ``row`` to ``sum``, or nothing."""
+    if not projection.bias:
+        return ""
+    bias = "me_value(down_c[int64_t(indices[k]) * ME_H + row])"
+    return f"for (int k = 0; k < ME_K; ++k) sum += weights[k] * {bias};"
+
+
+def rows_up(backend: Backend, experts: PackedExperts, facts: ExpertFacts, warps: int = 8) -> Launch:
+    """Launch A, a warp a row. Inputs ``x, indices`` and the arrays; output ``act`` ``[K, F]`` float32."""
+    gate, up = facts.gate, facts.up
+    settings = defines(
+        {
+            "H": facts.input_width,
+            "F": facts.expert_width,
+            "K": facts.top_k,
+            "WARPS": warps,
+            "CHUNK": chunk_width(gate, up),
+            "DOT_GATE": _dot("gate", gate) if gate else "0.0f",
+            "DOT_UP": _dot("up", up),
+            "END_GATE": bias_text("gate", gate, "g", "at") if gate else "g",
+            "END_UP": bias_text("up", up, "u", "at"),
+        }
+    )
+    names = [*(array_names("gate", experts.gate) if experts.gate else ()), *array_names("up", experts.up)]
+    return Launch(
+        label="experts_up",
+        inputs=("x", "indices", *names),
+        outputs=("act",),
+        header=text(backend.prelude) + settings + text("rows.h") + (activation_text(facts.activation) or ""),
+        source=backend.opening + text("rows_up.h"),
+        groups=-(-facts.top_k * facts.expert_width // warps),
+        warps=warps,
+    )
+
+
+def rows_down(
+    backend: Backend, experts: PackedExperts, facts: ExpertFacts, warps: int = 8, rows: int = 2
+) -> Launch:
+    """Launch B, a warp for ``rows`` outputs. Inputs ``act, indices, weights``, the arrays; output ``y``."""
+    down = facts.down
+    score = "weights[k]" + (f" * (down_g[e] * {_NVFP4_UNIT!r}f)" if down.global_scale else "")
+    settings = defines(
+        {
+            "H": down.rows,
+            "F": facts.expert_width,
+            "K": facts.top_k,
+            "WARPS": warps,
+            "ROWS": rows,
+            "CHUNK": chunk_width(down),
+            "SCORE": score,
+            "DOT_DOWN": _dot("down", down),
+            "ADD_BIAS": add_down_bias(down),
+        }
+    )
+    return Launch(
+        label="experts_down",
+        inputs=("act", "indices", "weights", *array_names("down", experts.down)),
+        outputs=("y",),
+        header=text(backend.prelude) + settings + text("rows.h"),
+        source=backend.opening + text("rows_down.h"),
+        groups=-(-down.rows // (warps * rows)),
+        warps=warps,
+    )

@@ -1,0 +1,22 @@
+// The instructions of sm_80 and later that the tensor-core form is made of.
+ME_INLINE void me_mma(float (&c)[4], me_uint a0, me_uint a1, me_uint a2, me_uint a3, me_uint b0, me_uint b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// (w & 0x000F000F) | 0x43004300: two nibbles as the bfloat16 values 128 + q.
+ME_INLINE me_uint me_nibbles(me_uint w) {
+  me_uint r;
+  asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(r) : "r"(w));
+  return r;
+}
+ME_INLINE void me_copy(uint4* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :
+               : "r"((me_uint)__cvta_generic_to_shared(to)), "l"(from)
+               : "memory");
+}
+ME_INLINE void me_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> ME_INLINE void me_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+ME_INLINE me_uint me_bfloat(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }

@@ -1,0 +1,87 @@
+// Stands in for CUDA, tensor cores and asynchronous copies included (in place of tensor.cu).
+#include "fibers.h"
+#include <cmath>
+#include <deque>
+using std::size_t;
+
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define threadIdx (host::Index{unsigned(host::current)})
+#define blockIdx (host::Index{unsigned(host::group)})
+
+namespace host {
+struct Index {
+  unsigned x;
+};
+struct Copy {
+  void* to;
+  const void* from;
+};
+// What each thread has asked for, by group; nothing arrives before it is waited for.
+inline std::vector<std::deque<std::vector<Copy>>> asked;
+}  // namespace host
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float v) : bits(host::to_bfloat(v)) {}
+  operator float() const { return host::from_bfloat(bits); }
+};
+struct __half {
+  uint16_t bits;
+  __half() = default;
+  explicit __half(float v) : bits(host::to_half(v)) {}
+  operator float() const { return host::from_half(bits); }
+};
+inline __half __ushort_as_half(unsigned short v) {
+  __half h;
+  h.bits = v;
+  return h;
+}
+inline float __half2float(__half v) { return v; }
+inline float __uint_as_float(unsigned v) { return host::float_of(v); }
+template <typename T> T __ldg(const T* p) { return *p; }
+template <typename T> T __shfl_xor_sync(unsigned, T v, int d) { return host::from_lane(v, host::lane() ^ d); }
+template <typename T> T __shfl_sync(unsigned, T v, int from) { return host::from_lane(v, from); }
+inline void __syncthreads() { host::wait_group(); }
+inline void __syncwarp() { host::wait_warp(); }
+
+inline unsigned me_bfloat(float v) { return host::to_bfloat(v); }
+inline unsigned me_nibbles(unsigned w) { return (w & 0x000F000Fu) | 0x43004300u; }
+inline void me_copy(uint4* to, const void* from) { host::asked[host::current].back().push_back({to, from}); }
+inline void me_commit() { host::asked[host::current].emplace_back(); }
+template <int N> void me_wait() {
+  auto& groups = host::asked[host::current];
+  while (groups.size() > N + 1) {
+    for (const auto& c : groups.front()) std::memcpy(c.to, c.from, 16);
+    groups.pop_front();
+  }
+}
+inline void me_mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  auto& slots = host::warps[host::warp()].slot;
+  const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(slots[host::lane()], mine, sizeof(mine));
+  host::wait_warp();
+  const int g = host::lane() / 4, t = host::lane() % 4;
+  auto part = [](unsigned pair, int which) { return host::from_bfloat(uint16_t(which ? pair >> 16 : pair)); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + (i / 2) * 8, column = t * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const unsigned* a = slots[row % 8 * 4 + k % 8 / 2];
+      const unsigned* b = slots[column * 4 + k % 8 / 2];
+      c[i] += part(a[row / 8 + k / 8 * 2], k % 2) * part(b[4 + k / 8], k % 2);
+    }
+  }
+  host::wait_warp();
+}
+namespace mlx::core::cu {
+inline uint4 me_shared[1 << 14];
+}
