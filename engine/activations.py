@@ -188,8 +188,19 @@ def lookup(name: str) -> ExpertActivation:
     return _TABLE[name]
 
 
-def make(name: str, alpha: float = 1.0, limit: float = 0.0) -> Activation:
-    """The facts of the activation called ``name`` with its constants."""
+# Names that configs give to functions of one argument, and what such a function is called in a GLU.
+_CONFIG_NAMES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_IN_A_GLU = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+
+
+def make(name: str, alpha: float = 1.0, limit: float = 0.0, glu: bool = False) -> Activation:
+    """The facts of the activation called ``name`` with its constants.
+
+    Args:
+        glu: take a function of one argument (`silu`, `gelu`) as the one on the gate of a GLU.
+    """
+    name = _CONFIG_NAMES.get(name, name)
+    name = _IN_A_GLU.get(name, name) if glu else name
     return Activation(name=name, alpha=alpha, limit=limit, gated=lookup(name).gated)
 
 

@@ -11,9 +11,13 @@ from mlx_experts.engine.modules import find, place
 from mlx_experts.registry.schema import ActivationSpec
 
 
-def activation_of(spec: ActivationSpec) -> Activation:
-    """The activation that a resolved section names."""
-    return activations.make(spec.name, float(spec.alpha), float(spec.limit))
+def activation_of(spec: ActivationSpec, glu: bool = True) -> Activation:
+    """The activation that a resolved section names.
+
+    Args:
+        glu: whether there is a gate that a function of one argument can apply to.
+    """
+    return activations.make(spec.name, float(spec.alpha), float(spec.limit), glu)
 
 
 class MLP(nn.Module):

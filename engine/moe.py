@@ -41,7 +41,7 @@ class MoE(nn.Module):
         self._latent = experts.latent if experts.latent is not None and experts.latent.enabled else None
         inner = self._latent.width if self._latent else dims
         width = experts.width if experts.width is not None else sizes.expert_width
-        activation = activation_of(experts.activation)
+        activation = activation_of(experts.activation, experts.kind == "glu")
         if activation.gated != (experts.kind == "glu"):
             raise ConfigError(
                 f"the activation '{activation.name}' does not fit experts of kind '{experts.kind}'",
@@ -121,7 +121,7 @@ def make_shared(spec: SharedSpec, dims: int) -> MLP:
     return MLP(
         dims,
         spec.width * spec.count,
-        activation_of(spec.activation),
+        activation_of(spec.activation, spec.kind == "glu"),
         bias=spec.bias,
         names=spec.names,
         fused=spec.fused,

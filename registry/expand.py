@@ -155,6 +155,11 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
             return rule.is_ if i % period == offset else rule.otherwise
         case rules.TypeIndices():
             return rule.is_ if i + rule.base in _indices(view.get(rule.key), rule.key) else rule.otherwise
+        case rules.TypeRange():
+            start, stop = resolver.value(rule.start, i), resolver.value(rule.stop, i)
+            inside = start <= i and (stop is None or i < stop)
+            picked = inside and (i - start) % resolver.value(rule.every, i) == 0
+            return rule.is_ if picked and resolver.value(rule.enabled, i) else rule.otherwise
         case rules.TypePattern():
             return rule.types[i % len(rule.types)]
     raise AssertionError(f"no expansion for {type(rule).__name__}")

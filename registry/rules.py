@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_experts.registry.values import Int, Spec
+from mlx_experts.registry.values import Bool, Int, Spec
 
 
 class AllLayers(Spec):
@@ -121,6 +121,18 @@ class TypeIndices(Spec):
     otherwise: str = Field(description="Type of the other layers.")
 
 
+class TypeRange(Spec):
+    """A range of layers, every n-th of it, is of one type, the rest of another."""
+
+    kind: Literal["range"] = Field(description="Layers start <= i < stop, every n-th, are of the type `is`.")
+    start: Int = Field(0, description="First layer of the range.")
+    stop: Int | None = Field(None, description="The layer past the range; null for no end.")
+    every: Int = Field(1, description="And i - start is a multiple of this.")
+    enabled: Bool = Field(True, description="Whether any layer is of the type `is`.")
+    is_: str = Field(alias="is", description="Type of the layers in the range.")
+    otherwise: str = Field(description="Type of the other layers.")
+
+
 class TypePattern(Spec):
     """A repeating list of types."""
 
@@ -129,5 +141,6 @@ class TypePattern(Spec):
 
 
 TypeRule = Annotated[
-    TypeList | TypeLetters | TypePeriodic | TypeIndices | TypePattern, Field(discriminator="kind")
+    TypeList | TypeLetters | TypePeriodic | TypeIndices | TypeRange | TypePattern,
+    Field(discriminator="kind"),
 ]

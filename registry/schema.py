@@ -199,14 +199,17 @@ MixerSpec = Annotated[
 class ActivationSpec(Spec):
     """An MLP or expert activation with its constants."""
 
-    name: Str = Field(description="Name of the activation.")
+    name: Str = Field(
+        description="Name of the activation; in a GLU a function of one argument is the one on its gate."
+    )
     alpha: Num = Field(1.0, description="Slope inside the sigmoid.")
     limit: Num = Field(0.0, description="Clamp bound; 0 for none.")
 
     @model_validator(mode="before")
     @classmethod
     def _a_name_may_stand_alone(cls, data: Any) -> Any:
-        return {"name": data} if isinstance(data, str) else data
+        alone = isinstance(data, str | Ref) or (isinstance(data, dict) and "from" in data)
+        return {"name": data} if alone else data
 
 
 class DenseSpec(Spec):
