@@ -23,11 +23,13 @@ class Carried:
     Args:
         tensors: by parameter path.
         dropped: how many tensors each drop rule took, by rule.
+        lacking: how many parameters each rule of what may lack filled with zeros, by rule.
         original: whether anything stood in an original layout (then stored offsets are undone).
     """
 
     tensors: Tensors
     dropped: Counter[str] = field(default_factory=Counter)
+    lacking: Counter[str] = field(default_factory=Counter)
     original: bool = False
 
 
@@ -89,6 +91,7 @@ class Carrier:
             result.original |= op.forward(result.tensors, self.tree)
         self._carry_all_experts(result)
         self._tied_head(result)
+        self._fill_lacking(result)
         if result.original:
             self._original_values(result.tensors)
         return result
@@ -139,7 +142,7 @@ class Carrier:
         if not head.tied:
             return
         base, embed = f"{self.wrapper}{head.path}.", f"{self.wrapper}{names.root}.{names.embed}."
-        for name in [n for n in result.tensors if n.startswith(base)]:
+        for name in [n for n in result.tensors if n.startswith(base) and n not in self.tree.shapes]:
             twin = embed + name[len(base) :]
             other = result.tensors.get(twin)
             value = result.tensors[name]
@@ -152,6 +155,17 @@ class Carrier:
                 )
             del result.tensors[name]
             result.dropped["head equal to the tied embedding"] += 1
+
+    def _fill_lacking(self, result: Carried) -> None:
+        """Zeros for parameters that a family declares some checkpoints lack, where all of them are absent."""
+        for rule in self.spec.may_lack:
+            pattern = _pattern(rule)
+            names = [name for name in self.tree.shapes if pattern.fullmatch(name)]
+            if any(name in result.tensors for name in names):
+                continue
+            result.lacking[rule] += len(names)
+            for name in names:
+                result.tensors[name] = mx.zeros(self.tree.shapes[name])
 
     def _original_values(self, tensors: Tensors) -> None:
         """Undo what original files store differently: zero-centred norms, rows of a normalised head."""

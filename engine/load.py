@@ -85,6 +85,10 @@ def load_checkpoint(
     report.notices += decoded.notices
     carried = model.carry(decoded.weights)
     report.dropped = dict(carried.dropped)
+    report.notices += [
+        f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
+        for rule, count in carried.lacking.items()
+    ]
     entry = decoded.quantization or settings(config)
     reader = Reader(entry, model.carrier.module_path)
     report.formats = quantize_modules(model, carried.tensors, reader)

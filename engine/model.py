@@ -210,6 +210,8 @@ class Model(nn.Module):
         place(self, self._root, Decoder(plan, args.fused))
         if not head.tied:
             place(self, self._head, nn.Linear(plan.sizes.hidden_size, plan.sizes.vocab_size, bias=head.bias))
+        elif head.bias:
+            place(self, f"{self._head}.bias", mx.zeros((plan.sizes.vocab_size,)))
         if self._head_norm is not None:
             place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
@@ -246,6 +248,7 @@ class Model(nn.Module):
             h = find(self, self._head_norm)(h)
         if head.tied:
             logits = find(self.decoder, self.args.plan.family.names.embed).as_linear(h)
+            logits = logits + find(self, f"{self._head}.bias") if head.bias else logits
         else:
             logits = find(self, self._head)(h)
         if head.multiplier != 1.0:

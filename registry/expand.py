@@ -70,8 +70,6 @@ def _keys(rule: Any) -> list[str]:
             return _needed(rule.step)
         case rules.Periodic() | rules.TypePeriodic():
             return _needed(rule.period)
-        case rules.RangeRule():
-            return [rule.start]
     return []
 
 
@@ -121,7 +119,7 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             offset = period - 1 if rule.offset == "last" else resolver.value(rule.offset, i)
             return bool(i % period == offset)
         case rules.RangeRule():
-            start, end = view.get(rule.start), view.get(rule.end)
+            start, end = resolver.value(rule.start, i), resolver.value(rule.end, i)
             first = min(start) if isinstance(start, list) else start
             last = max(end) if isinstance(end, list) else end
             last = count - 1 if last is None or last == -1 else last

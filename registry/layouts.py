@@ -124,6 +124,9 @@ class LayoutsSpec(Spec):
     )
     ops: tuple[LayoutOp, ...] = Field((), description="Operations, applied in order.")
     drop: tuple[str, ...] = Field((), description="Tensors that the text model does not have.")
+    may_lack: tuple[str, ...] = Field(
+        (), description="Parameters that some tools throw away; where a checkpoint has none of them, zero."
+    )
     drop_extra_layers: bool = Field(
         False, description="Layers past the last one (next-token prediction) are dropped."
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_experts.registry.values import Bool, Int, Spec
+from mlx_experts.registry.values import AnyValue, Bool, Int, Spec
 
 
 class AllLayers(Spec):
@@ -55,8 +55,8 @@ class RangeRule(Spec):
     """A range of layers at an interval."""
 
     kind: Literal["range"] = Field(description="start <= i <= end and (i + 1) % interval == 0.")
-    start: str = Field(description="Config key of the first layer (a list gives its smallest).")
-    end: str = Field(description="Config key of the last layer; absent or -1 for the last one.")
+    start: AnyValue = Field(description="First layer (a list gives its smallest).")
+    end: AnyValue = Field(description="Last layer (a list gives its largest); null or -1 for the last one.")
     interval: Int = Field(description="The interval.")
 
 
