@@ -61,6 +61,10 @@ class MoE(nn.Module):
             outputs = 1 if self._shared.combine == "sigmoid_gate" else 2
             place(self, self._shared.gate, nn.Linear(dims, outputs, bias=self._shared.gate_bias))
 
+    def use_fused(self, fused: bool | None) -> None:
+        """Force, forbid or leave to the policy the fused path of this block from now on."""
+        self._dispatch = ExpertDispatch(self._dispatch.layer, self._dispatch.activation, fused)
+
     def __call__(self, x: mx.array, shared: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D].
 

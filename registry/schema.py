@@ -6,7 +6,7 @@ field that takes an Int, Num, Bool or Str also takes a reference to config.json 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -84,6 +84,12 @@ class HeadSpec(Spec):
     normalise_rows: Bool = Field(False, description="Each row is L2-normalised while loading original files.")
 
 
+if TYPE_CHECKING:
+    RopeStyle = Literal["half", "interleaved"]
+else:
+    RopeStyle = Ref | Literal["half", "interleaved"]
+
+
 class RopeSpec(Spec):
     """Rotary position embedding.
 
@@ -91,7 +97,7 @@ class RopeSpec(Spec):
     `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
     """
 
-    style: Literal["half", "interleaved"] = Field(description="Which pairs of a head rotate together.")
+    style: RopeStyle = Field(description="Which pairs of a head rotate together.")
     theta: Num | None = Field(None, description="Base, where rope parameters do not state one.")
     partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
     dims: Int | None = Field(None, description="Rotated width; overrides the share when present.")
@@ -410,4 +416,7 @@ class Family(Spec):
     head: HeadSpec = Field(description="Output head.")
     layouts: LayoutsSpec = Field(description="What checkpoints may look like.")
     backbone: BackboneSpec | None = Field(None, description="Build mlx-lm's model, with these MoE blocks.")
+    example: dict[str, Any] = Field(
+        {}, description="Config entries of the tiny model that checks build, where they cannot be guessed."
+    )
     notes: tuple[str, ...] = Field((), description="Remarks for readers.")

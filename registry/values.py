@@ -21,8 +21,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-_ABSENT = object()
-
 
 class Spec(BaseModel):
     """Base of every section of a family file: frozen, and closed to unknown keys."""
@@ -53,11 +51,15 @@ class Ref(Spec):
     """
 
     keys: tuple[str, ...] = Field(alias="from", description="Config keys, the first present one wins.")
-    default: Any = Field(_ABSENT, description="The value when no key is present; without it a key is needed.")
+    default: Any = Field(
+        None, description="The value when no key is present; where it is not stated, a key is needed."
+    )
     map: dict[str | bool | int, Any] | None = Field(
         None, description="Config values to the words used here; a value that is not listed is refused."
     )
+    present: Any = Field(None, description="What any value that is present stands for, where this is stated.")
     per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
+    outer: bool = Field(False, description="The top level wins over nested text settings, not they over it.")
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +71,7 @@ class Ref(Spec):
     @property
     def required(self) -> bool:
         """Whether the config must hold one of the keys."""
-        return self.default is _ABSENT
+        return "default" not in self.model_fields_set
 
     def __str__(self) -> str:
         return " or ".join(self.keys)

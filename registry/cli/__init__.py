@@ -1,0 +1,99 @@
+"""The commands `registry` and `mlx-experts`: one verb a file, and one policy for errors.
+
+Exit codes: 0 done, 1 something you gave is wrong, 2 a check did not pass, 3 a bug of ours, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import typer
+from typer.exceptions import TyperException
+
+from mlx_experts.plugins.manager import PluginProblem
+from mlx_experts.registry.cli import (
+    bench,
+    check,
+    diff,
+    docs,
+    draft,
+    generate,
+    inspect,
+    list_,
+    parity,
+    schema,
+    show,
+    tune,
+)
+from mlx_experts.registry.errors import RegistryError
+
+app = typer.Typer(
+    name="registry",
+    help="Every Mixture-of-Experts family for MLX as one YAML file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for name, module in (
+    ("list", list_.list_families),
+    ("show", show.show),
+    ("check", check.check),
+    ("inspect", inspect.inspect),
+    ("parity", parity.parity),
+    ("draft", draft.draft),
+    ("diff", diff.diff),
+    ("tune", tune.tune),
+    ("bench", bench.bench),
+    ("generate", generate.generate),
+    ("schema", schema.schema),
+    ("docs", docs.docs),
+):
+    app.command(name)(module)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; messages go to stderr, never a traceback."""
+    try:
+        result = app(args=arguments, prog_name="registry", standalone_mode=False)
+    except RegistryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except PluginProblem as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    except TyperException as error:
+        print(f"error: {error.format_message()}", file=sys.stderr)
+        print("  next:     the option --help shows what the command takes", file=sys.stderr)
+        return 1
+    except typer.Exit as leave:
+        return leave.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted; nothing half-written was kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone; that is its right.
+        sys.stderr.close()
+        return 0
+    except Exception as bug:  # noqa: BLE001 - the outermost frame turns a bug into a report
+        return _report(bug)
+    return result if isinstance(result, int) else 0
+
+
+def _report(bug: Exception) -> int:
+    from importlib.metadata import version
+
+    with tempfile.NamedTemporaryFile("w", prefix="mlx-experts-", suffix=".log", delete=False) as file:
+        file.write("".join(traceback.format_exception(bug)))
+        for package in ("mlx-experts", "mlx", "mlx-lm"):
+            file.write(f"{package} {version(package)}\n")
+    print(f"error: a bug of ours: {type(bug).__name__}: {bug}", file=sys.stderr)
+    print(f"  next:     please report it with the file {Path(file.name)}", file=sys.stderr)
+    return 3
+
+
+def main() -> None:
+    """Entry point of both commands."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""`registry check`: every family is registered, builds, loads each layout and dispatches fused."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from mlx_experts.registry.check import FastReport, check_fast
+from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json, print_table
+from mlx_experts.registry.cli.progress import track
+from mlx_experts.registry.errors import CheckFailed
+
+
+def check(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Families to check; all when none is named.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Stop before anything needs MLX.")] = False,
+    device: Annotated[
+        bool, typer.Option("--device", help="Run this device's kernels and say whether to trust them.")
+    ] = False,
+    json: Json = False,
+    families: Families = None,
+) -> None:
+    """Prove by running that families are registered, build, load every layout and dispatch fused.
+
+    Example: registry check qwen3_moe mixtral
+    """
+    started = time.perf_counter()
+    catalog = open_catalog(families)
+    report = check_fast(catalog, names)
+    rows: list[dict[str, Any]] = []
+    if not fast and not report.problems.get("catalogue"):
+        rows = _run(catalog, report, json)
+    verdict = _device() if device and not fast else None
+    seconds = time.perf_counter() - started
+    if json:
+        print_json(
+            {
+                "families": rows or report.families,
+                "problems": report.problems,
+                "covered": report.coverage.registered if report.coverage else {},
+                "declared": report.coverage.declared if report.coverage else {},
+                "device": verdict,
+                "seconds": round(seconds, 2),
+            }
+        )
+    else:
+        _print(report, rows, verdict, seconds)
+    if report.problems:
+        failed = ", ".join(sorted(report.problems))
+        raise CheckFailed(
+            f"the check did not pass: {failed}",
+            found="\n".join(f"{n}: {p}" for n, problems in sorted(report.problems.items()) for p in problems),
+            hint="each line says what to change; `registry check FAMILY` repeats one family",
+        )
+
+
+def _run(catalog: Any, report: FastReport, quiet: bool) -> list[dict[str, Any]]:
+    from mlx_experts.engine.selfcheck import check_family
+
+    rows = []
+    good = [name for name in report.families if name not in report.problems]
+    for name in track(good, "checking", len(good), quiet):
+        result = check_family(catalog.load(name))
+        for step in result.steps:
+            if not step.ok:
+                report.add(name, f"{step.name}: {step.detail}")
+        rows.append(
+            {
+                "family": name,
+                "ok": result.ok,
+                "layouts": [s.name.removeprefix("layout ") for s in result.steps if "layout" in s.name],
+                "fused": result.fused,
+                "moe_layers": result.moe_layers,
+                "reason": result.reason,
+                "steps": {s.name: s.detail or "ok" for s in result.steps},
+            }
+        )
+    return rows
+
+
+def _device() -> str:
+    from mlx_experts.engine.device_check import verdict
+
+    return verdict()
+
+
+def _print(report: FastReport, rows: list[dict[str, Any]], verdict: str | None, seconds: float) -> None:
+    if rows:
+        print_table(
+            "",
+            ("family", "result", "layouts", "fused layers", "not fused because"),
+            [
+                (
+                    r["family"],
+                    "ok" if r["ok"] else "FAILED",
+                    ", ".join(r["layouts"]),
+                    f"{r['fused']} of {r['moe_layers']}",
+                    r["reason"],
+                )
+                for r in rows
+            ],
+        )
+    covered = report.coverage
+    if covered is not None:
+        print(
+            f"{len(covered.registered)} architectures of the installed mlx-lm and transformers are described, "
+            f"{len(covered.declared)} are declared unsupported, {len(covered.unknown)} are unknown"
+        )
+    if verdict:
+        print(verdict)
+    passed = len(report.families) - len([n for n in report.problems if n in report.families])
+    print(f"{passed} of {len(report.families)} families passed in {seconds:.1f} s")

@@ -1,0 +1,57 @@
+"""What several verbs share: output as JSON or tables, and options that mean the same everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mlx_experts.plugins.manager import family_folders
+from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.errors import SettingError
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Families = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--families", help="Further folder with family files (may be repeated).", show_default=False
+    ),
+]
+
+
+def console() -> Console:
+    """A console that does not break long lines when its output is piped."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=200, no_color=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print rows under column heads."""
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console().print(table)
+
+
+def open_catalog(folders: list[Path] | None) -> Catalog:
+    """The catalogue with plugins' and the given folders.
+
+    Raises:
+        SettingError: a folder does not exist.
+    """
+    for folder in folders or []:
+        if not folder.is_dir():
+            raise SettingError("a folder of families does not exist", where="--families", found=str(folder))
+    return Catalog([*family_folders(), *(folders or [])])

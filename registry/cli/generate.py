@@ -1,0 +1,123 @@
+"""`registry generate`: text from a checkpoint, streamed, with speed, memory and the trace."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mlx_experts.registry.cli.common import Families, Json, console, print_table
+from mlx_experts.registry.errors import SettingError
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or Hugging Face repository id.")],
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="Text to continue; `-` reads standard input.")
+    ],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Longest continuation.")] = 256,
+    temp: Annotated[float, typer.Option("--temp", help="Sampling temperature; 0 for greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus sampling; 1 for off.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the sampler.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message, for chat models.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    fused: Annotated[
+        bool | None, typer.Option("--fused/--no-fused", help="Force or forbid the fused path.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Compute dtype: float32, float16 or bfloat16.")
+    ] = None,
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of LoRA adapters.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
+    families: Families = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Show which path the experts took.")] = False,
+    json: Json = False,
+) -> None:
+    """Generate text.
+
+    Example: registry generate path/to/model --prompt "A mixture-of-experts model" --max-tokens 80
+    """
+    _check(max_tokens, temp, top_p)
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    from mlx_experts import load, stream_generate
+    from mlx_experts import trace as counts
+    from mlx_experts.registry.cli.progress import shard_progress
+
+    if seed is not None:
+        mx.random.seed(seed)
+    with shard_progress(quiet=json) as progress:
+        loaded, tokenizer = load(
+            model,
+            adapter_path=str(adapter) if adapter else None,
+            revision=revision,
+            fused=fused,
+            dtype=dtype,
+            families=tuple(families or ()),
+            progress=progress,
+        )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    tokens = _tokens(tokenizer, text, system, raw)
+    counts.reset()
+    pieces: list[str] = []
+    last: Any = None
+    for last in stream_generate(
+        loaded, tokenizer, tokens, max_tokens=max_tokens, sampler=make_sampler(temp, top_p)
+    ):
+        pieces.append(last.text)
+        if not json:
+            print(last.text, end="", flush=True)
+    if json:
+        print(json_module.dumps(_result("".join(pieces), last, counts), indent=2))
+        return
+    print()
+    if last is not None:
+        console().print(
+            f"[dim]prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s · "
+            f"generation {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s · "
+            f"peak memory {last.peak_memory:.3f} GB[/dim]"
+        )
+    if trace:
+        rows = [(r.layer, r.path, r.rows, r.reason, r.count, r.note) for r in counts.table()]
+        print_table("experts", ("layers", "path", "rows", "reason", "calls", "note"), rows)
+
+
+def _check(max_tokens: int, temp: float, top_p: float) -> None:
+    if max_tokens < 0:
+        raise SettingError("--max-tokens cannot be negative", found=str(max_tokens))
+    if not temp >= 0:
+        raise SettingError("--temp cannot be negative", found=str(temp))
+    if not 0 < top_p <= 1:
+        raise SettingError("--top-p must lie above 0 and at most at 1", found=str(top_p))
+
+
+def _tokens(tokenizer: Any, text: str, system: str | None, raw: bool) -> list[int]:
+    if raw or tokenizer.chat_template is None:
+        if system is not None:
+            raise SettingError("--system needs a chat template", hint="leave out --raw or --system")
+        tokens: list[int] = tokenizer.encode(text)
+    else:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": text})
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    if not tokens:
+        raise SettingError("the prompt is empty", hint="give at least one character")
+    return list(tokens)
+
+
+def _result(text: str, last: Any, counts: Any) -> dict[str, Any]:
+    return {
+        "text": text,
+        "prompt_tokens": last.prompt_tokens if last else 0,
+        "generation_tokens": last.generation_tokens if last else 0,
+        "prompt_tps": last.prompt_tps if last else 0.0,
+        "generation_tps": last.generation_tps if last else 0.0,
+        "peak_memory_gb": last.peak_memory if last else 0.0,
+        "finish_reason": last.finish_reason if last else None,
+        "trace": [asdict(row) for row in counts.snapshot()],
+    }
