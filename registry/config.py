@@ -20,9 +20,13 @@ class ConfigView:
             (nested, config) if isinstance(nested, Mapping) else (config,)
         )
 
-    def get(self, key: str) -> Any:
-        """The value of a dotted key, or None where it is absent or null (the two mean the same)."""
-        for level in self.levels:
+    def get(self, key: str, outer: bool = False) -> Any:
+        """The value of a dotted key, or None where it is absent or null (the two mean the same).
+
+        Args:
+            outer: the top level wins over nested text settings.
+        """
+        for level in reversed(self.levels) if outer else self.levels:
             value: Any = level
             for part in key.split("."):
                 value = value.get(part) if isinstance(value, Mapping) else None

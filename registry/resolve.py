@@ -234,7 +234,7 @@ class Resolver:
     def ref(self, ref: Ref, layer: int) -> Any:
         """The value a reference stands for at a layer."""
         for key in ref.keys:
-            value = self.view.get(key)
+            value = self.view.get(key, ref.outer)
             if value is None:
                 continue
             if ref.per_layer and isinstance(value, list):
@@ -259,6 +259,8 @@ class Resolver:
         return ref.default
 
     def _mapped(self, ref: Ref, key: str, value: Any) -> Any:
+        if ref.present is not None:
+            return ref.present
         if ref.map is None:
             return value
         if not isinstance(value, str | bool | int) or value not in ref.map:
@@ -390,7 +392,7 @@ class Resolver:
                     f"'{name}' must be a positive number", where="config.json", found=repr(number)[:80]
                 )
         return RopePlan(
-            style=spec.style,
+            style=self.value(spec.style, layer),
             theta=float(theta),
             type=str(kind),
             partial=float(partial),
