@@ -108,14 +108,14 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             entry = _entry(view, rule.key, i, count)
             return bool(entry) if rule.value is True else entry == rule.value
         case rules.FirstDense():
-            every = resolver.value(rule.every, i)
+            every = _count(rule.every, i, resolver)
             return bool(i >= resolver.value(rule.first, i) and i % every == 0)
         case rules.SparseStep():
             excepted = view.get(rule.dense) or []
             step = resolver.value(rule.step, i)
             return bool(step > 0 and i not in excepted and (i + 1) % step == 0)
         case rules.Periodic():
-            period = resolver.value(rule.period, i)
+            period = _count(rule.period, i, resolver)
             offset = period - 1 if rule.offset == "last" else resolver.value(rule.offset, i)
             return bool(i % period == offset)
         case rules.RangeRule():
@@ -123,7 +123,7 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             first = min(start) if isinstance(start, list) else start
             last = max(end) if isinstance(end, list) else end
             last = count - 1 if last is None or last == -1 else last
-            return bool(first <= i <= last and (i + 1) % resolver.value(rule.interval, i) == 0)
+            return bool(first <= i <= last and (i + 1) % _count(rule.interval, i, resolver) == 0)
         case rules.IndexRule():
             return i + rule.base in _indices(view.get(rule.key), rule.key)
         case rules.LetterRule():
@@ -134,7 +134,10 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
 def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) -> str:
     match rule:
         case rules.TypeList() | rules.TypeLetters():
-            entry = _entry(view, rule.key, i, count)
+            if isinstance(rule, rules.TypeLetters) and rule.repeats and view.get(rule.key):
+                entry = view.get(rule.key)[i % len(view.get(rule.key))]
+            else:
+                entry = _entry(view, rule.key, i, count)
             if rule.map is None:
                 return str(entry)
             if entry not in rule.map:
@@ -146,7 +149,7 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
                 )
             return str(rule.map[entry])
         case rules.TypePeriodic():
-            period = resolver.value(rule.period, i)
+            period = _count(rule.period, i, resolver)
             offset = period - 1 if rule.offset == "last" else resolver.value(rule.offset, i)
             if rule.tail is not None and i >= count // period * period:
                 return rule.tail
@@ -156,11 +159,24 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
         case rules.TypeRange():
             start, stop = resolver.value(rule.start, i), resolver.value(rule.stop, i)
             inside = start <= i and (stop is None or i < stop)
-            picked = inside and (i - start) % resolver.value(rule.every, i) == 0
+            picked = inside and (i - start) % _count(rule.every, i, resolver) == 0
             return rule.is_ if picked and resolver.value(rule.enabled, i) else rule.otherwise
         case rules.TypePattern():
             return rule.types[i % len(rule.types)]
     raise AssertionError(f"no expansion for {type(rule).__name__}")
+
+
+def _count(value: Any, i: int, resolver: ReadsRefs) -> int:
+    """A number of layers to count by."""
+    number = resolver.value(value, i)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ConfigError(
+            "layers cannot be counted by this number",
+            where=f"config.json, {value}" if isinstance(value, Ref) else "the family file",
+            expected="a whole number of at least 1",
+            found=repr(number)[:60],
+        )
+    return number
 
 
 def _indices(value: Any, key: str) -> set[int]:
