@@ -1,3 +1,3 @@
 """Our own odd pieces, filling the same hooks as anybody's plugin. One module, one piece."""
 
-MODULES: tuple[str, ...] = ("gated_delta",)
+MODULES: tuple[str, ...] = ("absorb", "gated_delta", "mla", "short_conv", "sparsemixer")
