@@ -92,7 +92,7 @@ class Reader:
             raise QuantizationError("scales without a weight", where=f"{path}.scales")
         width = module.weight.shape[-1]
         declared = self._declared(override)
-        stored = _stored(path, planes, width)
+        stored = stored_format(planes, width)
         if declared is not None and stored is not None and declared != stored:
             self.notices.append(
                 f"{path}: the config says {declared}, the tensors are {stored}; used the tensors"
@@ -122,9 +122,9 @@ class Reader:
         return sorted(self.spelled[path] for path in self.overrides if path not in self._used)
 
 
-def _stored(path: str, planes: Mapping[str, mx.array | None], width: int) -> Format | None:
+def stored_format(planes: Mapping[str, mx.array | None], width: int) -> Format | None:
     """The one format that the planes of a module with this input width can be, or None."""
-    weight, scales, biases = planes["weight"], planes["scales"], planes["biases"]
+    weight, scales, biases = planes.get("weight"), planes.get("scales"), planes.get("biases")
     assert weight is not None
     assert scales is not None
     packed, groups = weight.shape[-1], scales.shape[-1]
@@ -134,7 +134,7 @@ def _stored(path: str, planes: Mapping[str, mx.array | None], width: int) -> For
     if packed * 32 % width:
         return None
     bits = packed * 32 // width
-    has_global = planes["global_scale"] is not None
+    has_global = planes.get("global_scale") is not None
     if biases is not None:
         fits = biases.shape == scales.shape and bits in AFFINE_BITS and group in AFFINE_GROUPS
         return Format(bits, group, "affine") if fits and scales.dtype != mx.uint8 else None
