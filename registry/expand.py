@@ -81,7 +81,9 @@ def _applies(rule: Any, view: ConfigView) -> bool:
     keys = _keys(rule)
     if not any(view.get(key) is not None for key in keys) and keys:
         return False
-    if isinstance(rule, rules.TypeLetters | rules.LetterRule):
+    if isinstance(rule, rules.TypeLetters):
+        return isinstance(view.get(rule.key), str | list)
+    if isinstance(rule, rules.LetterRule):
         return isinstance(view.get(rule.key), str)
     if isinstance(rule, rules.TypeList | rules.ListRule):
         return isinstance(view.get(rule.key), list)

@@ -248,6 +248,8 @@ class Resolver:
                 value = value[layer]
                 if value is None:
                     break
+            if ref.length and isinstance(value, list | str):
+                value = len(value)
             return self._mapped(ref, key, value)
         if ref.required:
             raise ConfigError(

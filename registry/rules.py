@@ -95,7 +95,7 @@ class TypeList(Spec):
 class TypeLetters(Spec):
     """A letter for each layer."""
 
-    kind: Literal["letters"] = Field(description="A string with one letter for each layer.")
+    kind: Literal["letters"] = Field(description="A string, or a list, with one letter for each layer.")
     key: str = Field(description="Config key of the string.")
     map: dict[str, str] = Field(description="Letters to layer types.")
     repeats: bool = Field(False, description="The string is a pattern that repeats from the first layer on.")

@@ -222,6 +222,7 @@ class DenseSpec(Spec):
     """The MLP of layers without experts."""
 
     path: str = Field("mlp", description="Module path in the layer.")
+    kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
     width: Int | None = Field(None, description="Inner width; the size `dense_width` when absent.")
     activation: ActivationSpec = Field(description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
@@ -292,6 +293,7 @@ class LatentSpec(Spec):
     width: Int = Field(description="Width of the space.")
     down: str = Field(description="Leaf that projects into it.")
     up: str = Field(description="Leaf that projects out of it, after the weighted sum.")
+    bias: Bool = Field(False, description="Biases on both.")
     enabled: Bool = Field(True, description="Whether it exists.")
 
 

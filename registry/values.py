@@ -59,6 +59,7 @@ class Ref(Spec):
     )
     present: Any = Field(None, description="What any value that is present stands for, where this is stated.")
     per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
+    length: bool = Field(False, description="A list or a string stands for the number of its entries.")
     outer: bool = Field(False, description="The top level wins over nested text settings, not they over it.")
 
     @model_validator(mode="before")
