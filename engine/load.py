@@ -72,8 +72,7 @@ def load_checkpoint(
     Raises:
         RegistryError: whatever is wrong with the checkpoint, its config, or an argument.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise SettingError("the dtype is not known", expected=", ".join(_DTYPES), found=str(dtype))
+    compute_dtype(dtype)
     config = {**checkpoint.config, **(model_config or {})}
     known = catalog(*families)
     plan = resolve(known.for_config(config), config)
@@ -97,10 +96,8 @@ def load_checkpoint(
         report.notices.append("quantisation entries that match no module: " + ", ".join(unmatched[:8]))
     wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
     check_account(wanted, carried.tensors, checkpoint.where)
-    if dtype is None and mx.default_device() == mx.Device(mx.cpu):
-        dtype = "float32"
-    report.dtype = dtype
-    tensors = _cast(model, carried.tensors, _DTYPES[dtype]) if dtype else carried.tensors
+    report.dtype = compute_dtype(dtype)
+    tensors = cast_tensors(model, carried.tensors, report.dtype)
     model.update(tree_unflatten(list(tensors.items())))
     model.eval()
     if report.formats and "quantization" not in config:
@@ -110,10 +107,26 @@ def load_checkpoint(
     return model, config, report
 
 
-def _cast(model: Model, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    keeps = model.cast_predicate
+def compute_dtype(dtype: str | None) -> str | None:
+    """The compute dtype to use: the one asked for, float32 on the CPU, else None for the checkpoint's.
+
+    Raises:
+        SettingError: the dtype is not known.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise SettingError("the dtype is not known", expected=", ".join(_DTYPES), found=str(dtype))
+    if dtype is None and mx.default_device().type == mx.DeviceType.cpu:
+        return "float32"
+    return dtype
+
+
+def cast_tensors(model: Model, tensors: Mapping[str, mx.array], dtype: str | None) -> dict[str, mx.array]:
+    """Float tensors in the compute dtype, except those that stay float32; all as they are for None."""
+    if dtype is None:
+        return dict(tensors)
+    keeps, wanted = model.cast_predicate, _DTYPES[dtype]
     return {
-        name: value.astype(dtype)
+        name: value.astype(wanted)
         if mx.issubdtype(value.dtype, mx.floating) and keeps(name) and not name.endswith(".global_scale")
         else value
         for name, value in tensors.items()

@@ -46,7 +46,7 @@ def make_mlp(layer: LayerPlan, plan: Plan, fused: bool | None) -> nn.Module | No
         return MLP(
             layer.sizes.hidden_size,
             dense.width if dense.width is not None else layer.sizes.dense_width or 0,
-            activation_of(dense.activation),
+            activation_of(dense.activation, dense.kind == "glu"),
             bias=dense.bias,
             names=dense.names,
         )
@@ -267,9 +267,9 @@ class Model(nn.Module):
         """Carry a checkpoint's tensors to this model's parameter names."""
         return self.carry(weights).tensors
 
-    def carry(self, weights: Mapping[str, mx.array]) -> Carried:
+    def carry(self, weights: Mapping[str, mx.array], *, compare_values: bool = True) -> Carried:
         """As :meth:`sanitize`, with the account of what was dropped."""
-        return self._carrier.load(weights)
+        return self._carrier.load(weights, compare_values=compare_values)
 
     @property
     def quant_predicate(self) -> Any:

@@ -12,6 +12,8 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_experts.engine.dispatch import ExpertDispatch
+from mlx_experts.engine.kernels import pack
+from mlx_experts.engine.kernels.facts import Device, ExpertFacts
 from mlx_experts.engine.mlp import MLP, activation_of
 from mlx_experts.engine.modules import find, place
 from mlx_experts.engine.router import Router
@@ -50,8 +52,8 @@ class MoE(nn.Module):
         container = SwitchGLU if experts.kind == "glu" else SwitchMLP
         place(self, experts.path, container(inner, width, sizes.num_experts, bias=experts.bias))
         if self._latent:
-            place(self, self._latent.down, nn.Linear(dims, inner, bias=False))
-            place(self, self._latent.up, nn.Linear(inner, dims, bias=False))
+            place(self, self._latent.down, nn.Linear(dims, inner, bias=self._latent.bias))
+            place(self, self._latent.up, nn.Linear(inner, dims, bias=self._latent.bias))
         self._dispatch = ExpertDispatch(name, activation, fused)
         shared = spec.shared
         self._shared = shared if shared is not None and shared.enabled and shared.count > 0 else None
@@ -64,6 +66,20 @@ class MoE(nn.Module):
     def use_fused(self, fused: bool | None) -> None:
         """Force, forbid or leave to the policy the fused path of this block from now on."""
         self._dispatch = ExpertDispatch(self._dispatch.layer, self._dispatch.activation, fused)
+
+    def facts(self, rows: int, device: Device) -> ExpertFacts:
+        """What a fused kernel would be asked for a call of ``rows`` token rows."""
+        container = find(self, self._spec.experts.path)
+        activation = self._dispatch.activation
+        return pack.facts_of(
+            pack.read(container, activation),
+            activation,
+            rows=rows,
+            top_k=self._router.top_k,
+            dtype=self._router.matrix(self).dtype,
+            device=device,
+            training=self.training,
+        )
 
     def __call__(self, x: mx.array, shared: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D].

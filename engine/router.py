@@ -81,6 +81,12 @@ class Router:
         if spec.expert_scale:
             place(moe, spec.expert_scale, mx.ones((self.experts,)))
 
+    def matrix(self, moe: nn.Module) -> mx.array:
+        """The router's float matrix, or its scales where it is quantised."""
+        module = find(moe, self.spec.path)
+        values: mx.array = module["scales"] if "scales" in module else module["weight"]
+        return values
+
     def logits(self, moe: nn.Module, x: mx.array) -> mx.array:
         """Router logits ``[..., E]`` for ``x`` ``[..., D]``, in the type that scores are computed in."""
         spec = self.spec

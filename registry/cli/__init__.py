@@ -15,18 +15,13 @@ from typer.exceptions import TyperException
 
 from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.cli import (
-    bench,
     check,
     diff,
-    docs,
-    draft,
     generate,
     inspect,
     list_,
-    parity,
     schema,
     show,
-    tune,
 )
 from mlx_experts.registry.errors import RegistryError
 
@@ -42,14 +37,9 @@ for name, module in (
     ("show", show.show),
     ("check", check.check),
     ("inspect", inspect.inspect),
-    ("parity", parity.parity),
-    ("draft", draft.draft),
     ("diff", diff.diff),
-    ("tune", tune.tune),
-    ("bench", bench.bench),
     ("generate", generate.generate),
     ("schema", schema.schema),
-    ("docs", docs.docs),
 ):
     app.command(name)(module)
 

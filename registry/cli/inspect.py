@@ -1,0 +1,103 @@
+"""`registry inspect`: what a checkpoint would become, from its config and headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_experts.registry.cli.common import Families, Json, console, open_catalog, print_json, print_table
+from mlx_experts.registry.errors import SettingError
+
+if TYPE_CHECKING:
+    from mlx_experts.engine.inspection import Inspection
+
+
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or Hugging Face repository id.")],
+    context: Annotated[int, typer.Option("--context", help="Tokens to size the cache for.")] = 4096,
+    family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Compute dtype.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
+    json: Json = False,
+    families: Families = None,
+) -> None:
+    """Tell family, layers, tensors, memory and the path of every MoE layer before anything is loaded.
+
+    Example: registry inspect path/to/model --context 32768
+    """
+    if context < 1:
+        raise SettingError("--context must be at least 1", found=str(context))
+    catalog = open_catalog(families)
+    forced = catalog.load(family) if family is not None else None
+    from mlx_experts.engine.inspection import inspect_checkpoint
+    from mlx_experts.registry.checkpoint import Checkpoint
+    from mlx_experts.registry.hub import remote_checkpoint
+
+    local = Path(checkpoint).expanduser()
+    opened = (
+        Checkpoint.open(local, complete=False)
+        if local.exists() or checkpoint.startswith((".", "/", "~"))
+        else remote_checkpoint(checkpoint, revision)
+    )
+    result = inspect_checkpoint(
+        opened,
+        context=context,
+        families=tuple(Path(f) for f in families or ()),
+        dtype=dtype,
+        family=forced,
+    )
+    if json:
+        print_json(result.to_dict())
+    else:
+        _print(result)
+    if not result.loadable:
+        raise typer.Exit(1)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _count(count: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+def _print(r: Inspection) -> None:
+    out = console()
+    out.print(f"[bold]{r.family}[/bold] because {r.why}; {r.files} file(s) at {r.where}")
+    print_table("layers", ("count", "kind"), [(n, kind) for kind, n in r.layers.items()])
+    tensors = [(f"{r.claimed} claimed", "")]
+    tensors += [(f"{n} dropped by rule", rule) for rule, n in r.dropped.items()]
+    tensors += [("UNCLAIMED", name) for name in r.unclaimed]
+    tensors += [("MISSING", name) for name in r.missing]
+    tensors += [("WRONG SHAPE", text) for text in r.misshapen[:8]]
+    tensors += [("PROBLEM", text) for text in r.problems]
+    print_table("tensors", ("state", "pattern"), tensors)
+    out.print(
+        f"{_count(r.parameters)} parameters, {_count(r.active_parameters)} active a token, "
+        f"{r.bits_per_weight} bits a weight as loaded ({r.dtype} compute)"
+    )
+    for text, count in r.formats.items():
+        out.print(f"  {count} modules {text}")
+    out.print(
+        f"memory: weights {_size(r.weight_bytes)}, cache {_size(r.cache_bytes)} at {r.context} tokens, "
+        f"of {_size(r.machine_bytes)} here: {'fits' if r.fits else 'DOES NOT FIT'}"
+    )
+    if r.paths:
+        print_table(
+            "experts",
+            ("rows", "path", "layers", "because", "what would change it"),
+            [(p["rows"], p["path"], p["layers"], p["reason"], p["hint"]) for p in r.paths],
+        )
+    for notice in r.notices:
+        out.print(f"note: {notice}")
+    out.print("loads" if r.loadable else "[bold]does not load[/bold]")
