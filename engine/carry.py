@@ -88,6 +88,9 @@ class Carrier:
             rule = self._dropped_by(name, renamed)
             if rule is not None:
                 result.dropped[rule] += 1
+            elif value.size == 0:
+                # transformers writes the projections of a module of width 0, which is not built here.
+                result.dropped["tensors without values"] += 1
             else:
                 put(result.tensors, renamed, {"": value})
         for op in self.ops:
