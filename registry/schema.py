@@ -86,8 +86,12 @@ class HeadSpec(Spec):
 
 if TYPE_CHECKING:
     RopeStyle = Literal["half", "interleaved"]
+    GateOver = Literal["element", "head"]
+    Weigh = Literal["output", "input"]
 else:
     RopeStyle = Ref | Literal["half", "interleaved"]
+    GateOver = Ref | Literal["element", "head"]
+    Weigh = Ref | Literal["output", "input"]
 
 
 class RopeSpec(Spec):
@@ -129,7 +133,7 @@ class OutputGateSpec(Spec):
     """A gate on the attention output, computed from the layer's normed input."""
 
     function: Literal["sigmoid", "softplus"] = Field(description="The gate function.")
-    over: Literal["element", "head"] = Field(description="One value for each element or for each head.")
+    over: GateOver = Field(description="One value for each element or for each head.")
     path: str | None = Field(None, description="Its own projection; absent: packed in q, per head [q, gate].")
     enabled: Bool = Field(True, description="Whether the gate exists.")
 
@@ -307,7 +311,7 @@ class ExpertsSpec(Spec):
     bias: Bool = Field(False, description="Biases on all projections.")
     latent: LatentSpec | None = Field(None, description="A narrower space for the experts.")
     zero_experts: Int = Field(0, description="Router columns that return their input.")
-    weigh: Literal["output", "input"] = Field("output", description="What the weights multiply.")
+    weigh: Weigh = Field("output", description="What the weights multiply.")
     output_scale: Num = Field(1.0, description="Factor on the weighted sum.")
 
 
