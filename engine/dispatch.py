@@ -59,6 +59,11 @@ class ExpertDispatch:
     def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
         return type(self), (self.layer, self.activation, self.fused)
 
+    def set_fused(self, fused: bool | None) -> None:
+        """Change what the argument of ``load`` said; every kind of call is decided anew."""
+        self.fused = fused
+        self._decisions = {}
+
     def __call__(self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
 
@@ -119,3 +124,13 @@ class ExpertDispatch:
         return _Decision(
             None, TraceKey(self.layer, "gather", rows_label(rows), why.rule), f"{why}. {why.hint}"
         )
+
+
+def dispatches(model: nn.Module) -> list[ExpertDispatch]:
+    """Every expert dispatch that a model's modules hold."""
+    return [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, ExpertDispatch)
+    ]

@@ -1,0 +1,284 @@
+"""Times the fused path against the gather path on random experts of a given shape.
+
+Everything compared is timed in one run, one call of each in turn, so that a slow spell of the machine falls
+on all of them. Legend: E experts, K experts per token, H model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+
+from mlx_experts.engine import gates
+from mlx_experts.engine.dispatch import current_device
+from mlx_experts.engine.kernels import FusedRun, fused_kernel, gather, naive, pack
+from mlx_experts.engine.kernels.facts import Activation, Decline, Format
+from mlx_experts.engine.policy import Policy
+from mlx_experts.engine.tune import Timing
+from mlx_experts.registry.errors import SettingError
+
+# Experts are made until they fill this many bytes: more than any cache, so that weights come from memory.
+EXPERT_BYTES = 1 << 30
+# One sample is as many calls as fill this time, as decoding makes one call after another.
+SAMPLE_SECONDS = 0.02
+_TOKENS = 16
+
+Baseline = Literal["gather", "mlx-lm"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the experts' weights are stored; ``bits`` 0 means plain, in the activations' dtype."""
+
+    mode: Format = "affine"
+    bits: int = 4
+    group_size: int = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Experts and tokens to time."""
+
+    container: nn.Module
+    activation: Activation
+    tokens: list[tuple[mx.array, mx.array, mx.array]]
+    bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Both paths at one shape.
+
+    Args:
+        noise: half the interquartile range of the rounds' ratios, relative to their median.
+        bytes_per_token: bytes of weights that one token needs.
+        baseline_error, fused_error: relative RMS to the float32 truth.
+    """
+
+    baseline_us: float
+    fused_us: float
+    noise: float
+    bytes_per_token: int
+    baseline_error: float
+    fused_error: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster fused is."""
+        return self.baseline_us / self.fused_us
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Weights read by the fused path in a second, in 10**9 bytes."""
+        return self.bytes_per_token / self.fused_us / 1000
+
+    def timing(self, width: int) -> Timing:
+        """The part that tuning keeps."""
+        return Timing(width, self.baseline_us, self.fused_us, self.noise)
+
+
+def _random_projection(
+    experts: int, rows: int, cols: int, storage: Storage, dtype: mx.Dtype, bias: bool
+) -> nn.Module:
+    """Random codes with scales that keep activations near one; nothing is quantised, which would be slow."""
+    if not storage.bits:
+        plain = SwitchLinear(1, 1, 1, bias=False)
+        plain.weight = (mx.random.normal((experts, rows, cols)) * cols**-0.5).astype(dtype)
+        module: nn.Module = plain
+    else:
+        quantised = QuantizedSwitchLinear(
+            storage.group_size, 1, 1, False, storage.group_size, storage.bits, storage.mode
+        )
+        groups = (experts, rows, cols // storage.group_size)
+        packed = (experts, rows, cols * storage.bits // 32)
+        words = mx.random.randint(-(1 << 31), (1 << 31) - 1, packed, mx.int32).view(mx.uint32)
+        if storage.mode == "affine":
+            top = (1 << storage.bits) - 1
+            quantised.scales = (mx.random.uniform(0.5, 1.5, groups) * (3.5 / top * cols**-0.5)).astype(dtype)
+            quantised.biases = (quantised.scales * (-top / 2)).astype(dtype)
+        elif storage.mode == "nvfp4":
+            quantised.scales = mx.random.randint(0x10, 0x18, groups).astype(mx.uint8)
+        else:
+            quantised.scales = mx.random.randint(119, 122, groups).astype(mx.uint8)
+        # A byte of 0x7F is no number in mxfp8; clearing one exponent bit avoids it.
+        quantised.weight = words & 0xBFBFBFBF if storage.mode == "mxfp8" else words
+        module = quantised
+    if bias:
+        module.bias = (mx.random.normal((experts, rows)) * 0.1).astype(dtype)
+    mx.eval(module.parameters())
+    return module
+
+
+def random_layer(
+    hidden: int,
+    width: int,
+    experts: int,
+    top_k: int,
+    activation: Activation,
+    *,
+    storage: Storage = Storage(),
+    dtype: mx.Dtype = mx.bfloat16,
+    bias: bool = False,
+    seed: int = 0,
+) -> Layer:
+    """Random experts of a shape and tokens whose experts differ from call to call.
+
+    Fewer than ``experts`` are made when they would not fit in ``EXPERT_BYTES``.
+
+    Raises:
+        SettingError: a width is not a multiple of the group size.
+    """
+    for name, value in (("hidden", hidden), ("width", width)):
+        if storage.bits and value % storage.group_size:
+            raise SettingError(
+                "This shape cannot be stored in this group size.",
+                where=name,
+                expected=f"a multiple of {storage.group_size}",
+                found=str(value),
+            )
+    mx.random.seed(seed)
+    per_weight = (storage.bits or dtype.size * 8) / 8 * 1.15
+    stacks = 3 if activation.gated else 2
+    fitting = int(EXPERT_BYTES / (stacks * hidden * width * per_weight))
+    count = min(experts, max(fitting, 2 * top_k))
+    names = ("gate_proj", "up_proj", "down_proj") if activation.gated else ("fc1", "fc2")
+    container = (SwitchGLU if activation.gated else SwitchMLP)(1, 1, 1)
+    for name in names:
+        rows, cols = (hidden, width) if name in ("down_proj", "fc2") else (width, hidden)
+        container[name] = _random_projection(count, rows, cols, storage, dtype, bias)
+    container.eval()
+    tokens = []
+    for _ in range(_TOKENS):
+        x = mx.random.normal((1, 1, hidden)).astype(dtype)
+        indices = mx.random.permutation(count)[:top_k].reshape(1, 1, top_k)
+        weights = mx.softmax(mx.random.normal((1, 1, top_k)), axis=-1)
+        mx.eval(x, indices, weights)
+        tokens.append((x, indices, weights))
+    total = sum(a.nbytes for name in names for a in container[name].parameters().values())
+    return Layer(container, activation, tokens, total // count * top_k)
+
+
+def _fused(layer: Layer, dtype: mx.Dtype) -> FusedRun:
+    """The kernel, whatever the settings say; a Decline becomes an error that names the rule."""
+    device = current_device()
+    experts = pack.read(layer.container, layer.activation)
+    x, indices, _ = layer.tokens[0]
+    facts = pack.facts_of(
+        experts, layer.activation, rows=1, top_k=indices.shape[-1], dtype=dtype, device=device
+    )
+    verdict = gates.judge(facts, Policy())
+    if not isinstance(verdict, Decline):
+        assert experts is not None
+        kernel = fused_kernel(device)
+        prepared = kernel.unavailable() or kernel.prepare(experts, x.dtype)
+        if not isinstance(prepared, Decline):
+            return prepared
+        verdict = prepared
+    raise SettingError(
+        "No fused kernel takes this call.", where=verdict.rule, expected=verdict.wanted, found=verdict.got,
+        hint=verdict.hint,
+    )  # fmt: skip
+
+
+def _baseline(layer: Layer, baseline: Baseline) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    def gathered(x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        return gather.experts(layer.container, layer.activation, x, indices, weights)
+
+    def of_mlx_lm(x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        return (layer.container(x, indices) * weights[..., None].astype(x.dtype)).sum(axis=-2)
+
+    return gathered if baseline == "gather" else of_mlx_lm
+
+
+def relative_rms(value: mx.array, truth: mx.array) -> float:
+    """``|value - truth| / |truth|`` in root mean squares."""
+    wide = truth.astype(mx.float32)
+    return float(mx.sqrt(mx.square(value.astype(mx.float32) - wide).mean() / mx.square(wide).mean()).item())
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[int], object]], *, rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each call, one of each in turn in every round; the call gets the round's number."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(-warm_up, rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(number)
+            if number >= 0:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+class _Batch:
+    """Calls of one path that are timed as one sample; the first one finds out how many fill it."""
+
+    def __init__(self, path: FusedRun, tokens: list[tuple[mx.array, mx.array, mx.array]]) -> None:
+        self._path, self._tokens = path, tokens
+        mx.eval(path(*tokens[0]))
+        start = time.perf_counter()
+        mx.eval(path(*tokens[1]))
+        self.calls = max(1, min(200, round(SAMPLE_SECONDS / (time.perf_counter() - start))))
+
+    def __call__(self, number: int) -> None:
+        """Run the calls, each on another token, and wait for all of them."""
+        first = number * self.calls
+        mx.eval([self._path(*self._tokens[(first + i) % len(self._tokens)]) for i in range(self.calls)])
+
+
+def compare(layer: Layer, *, rounds: int = 15, baseline: Baseline = "gather") -> Result:
+    """Time and check both paths on the same tokens.
+
+    Raises:
+        SettingError: no fused kernel takes the call.
+    """
+    dtype = layer.tokens[0][0].dtype
+    paths = {"baseline": _baseline(layer, baseline), "fused": _fused(layer, dtype)}
+    batches = {name: _Batch(path, layer.tokens) for name, path in paths.items()}
+    times = interleaved(batches, rounds=rounds)
+    each = {name: [t / batches[name].calls for t in times[name]] for name in paths}
+    experts = pack.read(layer.container, layer.activation)
+    assert experts is not None
+    truth = naive.experts_in_float32(experts, *layer.tokens[0])
+    errors = {name: relative_rms(path(*layer.tokens[0]), truth) for name, path in paths.items()}
+    ratios = [b / f for b, f in zip(each["baseline"], each["fused"], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    return Result(
+        baseline_us=median(each["baseline"]) * 1e6,
+        fused_us=median(each["fused"]) * 1e6,
+        noise=(high - low) / 2 / middle,
+        bytes_per_token=layer.bytes_per_token,
+        baseline_error=errors["baseline"],
+        fused_error=errors["fused"],
+    )
+
+
+def read_bandwidth(rounds: int = 7) -> float:
+    """Bytes a second that this device reads, measured by summing a large array."""
+    count = EXPERT_BYTES // 4
+    if current_device() == "cpu":
+        from mlx_experts.engine.kernels.cpu_driver import checksum
+
+        numbers = np.ones(count, np.uint32)
+        times = interleaved({"read": lambda _: checksum(numbers)}, rounds=rounds)
+    else:
+        array = mx.ones((count,), mx.uint32)
+        mx.eval(array)
+        times = interleaved({"read": lambda _: mx.eval(array.sum())}, rounds=rounds)
+    return 4 * count / median(times["read"])
+
+
+def sweep(
+    layers: Iterator[tuple[str, Layer]], *, rounds: int, baseline: Baseline = "gather"
+) -> Iterator[tuple[str, Result]]:
+    """``compare`` for each layer, made one at a time so that only one is in memory."""
+    for name, layer in layers:
+        yield name, compare(layer, rounds=rounds, baseline=baseline)
