@@ -33,3 +33,7 @@ class ConfigView:
             if value is not None:
                 return value
         return None
+
+    def is_null(self, key: str) -> bool:
+        """Whether a key of no nested object is there and null."""
+        return any(key in level and level[key] is None for level in self.levels)

@@ -251,6 +251,8 @@ class Resolver:
             if ref.length and isinstance(value, list | str):
                 value = len(value)
             return self._mapped(ref, key, value)
+        if ref.if_null is not None and any(self.view.is_null(key) for key in ref.keys):
+            return ref.if_null
         if ref.required:
             raise ConfigError(
                 f"config.json lacks '{ref}'",
@@ -258,11 +260,13 @@ class Resolver:
                 expected=f"a value that the family '{self.family}' needs",
                 hint="use the checkpoint's original config.json, or give the family file a default",
             )
-        return ref.default
+        return self.value(ref.default, layer)
 
     def _mapped(self, ref: Ref, key: str, value: Any) -> Any:
         if ref.present is not None:
             return ref.present
+        if ref.times is not None and isinstance(value, int | float) and not isinstance(value, bool):
+            return value * ref.times
         if ref.map is None:
             return value
         if not isinstance(value, str | bool | int) or value not in ref.map:

@@ -172,7 +172,7 @@ class GqaSpec(Spec):
     qk_norm: QkNormSpec | None = Field(None, description="Query and key norms.")
     rope: RopeSpec | None = Field(None, description="Rotary embedding; null for none.")
     window: Int | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
-    window_extra: int = Field(0, description="Tokens that the window is longer than the config says.")
+    window_extra: Int = Field(0, description="Tokens that the window is longer than the config says.")
     chunk: Int | None = Field(None, description="Attention stays inside chunks of this many tokens.")
     scale: Num | None = Field(None, description="Softmax scale; head_dim ** -0.5 when absent.")
     clip: Num | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")

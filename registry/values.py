@@ -52,8 +52,11 @@ class Ref(Spec):
 
     keys: tuple[str, ...] = Field(alias="from", description="Config keys, the first present one wins.")
     default: Any = Field(
-        None, description="The value when no key is present; where it is not stated, a key is needed."
+        None,
+        description="The value, or another reference, when no key is present; not stated, a key is needed.",
     )
+    if_null: Any = Field(None, description="The value where a key is there and null, unless it is the default.")
+    times: StrictInt | StrictFloat | None = Field(None, description="A number is multiplied by this.")
     map: dict[str | bool | int, Any] | None = Field(
         None, description="Config values to the words used here; a value that is not listed is refused."
     )
