@@ -13,7 +13,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_experts.engine.dispatch import ExpertDispatch
 from mlx_experts.engine.kernels import pack
-from mlx_experts.engine.kernels.facts import Device, ExpertFacts
+from mlx_experts.engine.kernels.facts import Activation, Device, ExpertFacts
 from mlx_experts.engine.mlp import MLP, activation_of
 from mlx_experts.engine.modules import find, place
 from mlx_experts.engine.router import Router
@@ -62,6 +62,21 @@ class MoE(nn.Module):
         if self._shared and self._shared.gate:
             outputs = 1 if self._shared.combine == "sigmoid_gate" else 2
             place(self, self._shared.gate, nn.Linear(dims, outputs, bias=self._shared.gate_bias))
+
+    @property
+    def experts_path(self) -> str:
+        """Module path of the expert container, from this block."""
+        return self._spec.experts.path
+
+    @property
+    def activation(self) -> Activation:
+        """The experts' activation."""
+        return self._dispatch.activation
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token picks."""
+        return self._router.top_k
 
     def use_fused(self, fused: bool | None) -> None:
         """Force, forbid or leave to the policy the fused path of this block from now on."""

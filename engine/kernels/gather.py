@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_experts.engine import activations
 from mlx_experts.engine.kernels.facts import Activation
@@ -17,6 +17,7 @@ from mlx_experts.engine.kernels.pack import children, global_factor
 # From this many (row, expert) pairs on, mlx-lm's containers order the pairs by expert so that the gathered
 # products stream each expert once; the products take that order as a promise.
 SORT_FROM = 64
+_WIDE = (mx.float32, mx.float32)
 
 
 def combine(outputs: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -29,8 +30,21 @@ def combine(outputs: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def _product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) -> mx.array:
-    """The module's own product, except where MLX 0.32 has none: nvfp4's global scale on the CPU."""
+    """The module's own product, except where MLX 0.32 has none on the CPU.
+
+    Those are nvfp4 with a global scale, and gathered products of unquantised weights below float32.
+    """
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if on_cpu and type(module) is SwitchLinear and (rows.dtype, module.weight.dtype) != _WIDE:
+        wide = mx.gather_mm(
+            rows.astype(mx.float32),
+            module.weight.astype(mx.float32).swapaxes(-1, -2),
+            rhs_indices=pairs,
+            sorted_indices=ordered,
+        )
+        if "bias" in module:
+            wide = wide + mx.expand_dims(module["bias"][pairs], -2)
+        return wide.astype(rows.dtype)
     if not (on_cpu and type(module) is QuantizedSwitchLinear and module.global_scale is not None):
         return module(rows, pairs, sorted_indices=ordered)
     y = mx.gather_qmm(

@@ -20,6 +20,7 @@ from mlx_experts.registry.cli import (
     generate,
     inspect,
     list_,
+    parity,
     schema,
     show,
 )
@@ -37,6 +38,7 @@ for name, module in (
     ("show", show.show),
     ("check", check.check),
     ("inspect", inspect.inspect),
+    ("parity", parity.parity),
     ("diff", diff.diff),
     ("generate", generate.generate),
     ("schema", schema.schema),
