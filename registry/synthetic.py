@@ -77,8 +77,8 @@ def tiny_config(family: Family) -> dict[str, Any]:
         ref = getattr(family.config, name)
         if isinstance(ref, Ref) and not _known(flat, ref):
             _put(flat, ref, value)
-    layers = _first(flat, family.config.num_layers) or _SIZES["num_layers"]
-    _layer_rules(flat, family, int(layers))
+    stated = _first(flat, family.config.num_layers) or _SIZES["num_layers"]
+    _layer_rules(flat, family, len(stated) if isinstance(stated, list | str) else int(stated))
     for _, field, ref, kind in _references(family):
         if not _known(flat, ref):
             value = _guess(field, ref, kind)
