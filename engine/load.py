@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_experts.engine.account import check_account
-from mlx_experts.engine.arrays import load_arrays
+from mlx_experts.engine.arrays import load_arrays, reading, stored_dtypes
 from mlx_experts.engine.encodings import decode_encodings
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.model import Model, ModelArgs
@@ -79,8 +79,11 @@ def load_checkpoint(
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = Model(args)
     report = LoadReport(plan.family.family, list(checkpoint.notices))
-    arrays = load_arrays(checkpoint, progress)
-    decoded = decode_encodings(arrays, config)
+    dense = _DTYPES.get(compute_dtype(dtype) or "", mx.bfloat16)
+    with reading(checkpoint):
+        decoded = decode_encodings(
+            load_arrays(checkpoint, progress), config, stored_dtypes(checkpoint), dense
+        )
     report.notices += decoded.notices
     carried = model.carry(decoded.weights)
     report.dropped = dict(carried.dropped)
@@ -102,8 +105,12 @@ def load_checkpoint(
     model.eval()
     if report.formats and "quantization" not in config:
         config["quantization"] = saved_quantization(report.formats, entry)
+    if "quant_method" in (config.get("quantization_config") or {}):
+        # The tensors are no longer encoded as another library left them.
+        del config["quantization_config"]
     if not lazy:
-        mx.eval(model.parameters())
+        with reading(checkpoint):
+            mx.eval(model.parameters())
     return model, config, report
 
 

@@ -6,6 +6,7 @@ otherwise the planes decide, with a notice; otherwise the tensor is refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,14 @@ def stored_format(planes: Mapping[str, mx.array | None], width: int) -> Format |
     return None
 
 
+def _can_hold(module: nn.Module, found: Format) -> bool:
+    """Whether a module has a quantised form for these planes; a plain one has no room for a global scale."""
+    convert = getattr(type(module), "to_quantized", None)
+    if convert is None:
+        return False
+    return not found.global_scale or "global_scale" in inspect.signature(convert).parameters
+
+
 def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Reader) -> dict[str, Format]:
     """Replace the modules whose planes are quantised, and unpack planes that a bare matrix receives.
 
@@ -159,10 +168,10 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
             continue
         found = reader.read(path, module, tensors)
         if found is not None:
-            quantisable = callable(getattr(type(module), "to_quantized", None))
-            (formats if quantisable else bare)[path] = found
+            (formats if _can_hold(module, found) else bare)[path] = found
     for path, found in bare.items():
-        values = {p: tensors.pop(f"{path}.{p}", None) for p in ("weight", "scales", "biases")}
+        planes = ("weight", "scales", "biases", "global_scale")
+        values = {p: tensors.pop(f"{path}.{p}", None) for p in planes}
         tensors[f"{path}.weight"] = mx.dequantize(
             values["weight"],
             values["scales"],
@@ -170,6 +179,7 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
             group_size=found.group_size,
             bits=found.bits,
             mode=found.mode,
+            global_scale=values["global_scale"],
         )
 
     def chosen(path: str, module: nn.Module) -> bool | dict[str, Any]:

@@ -176,7 +176,8 @@ def _quantization_elsewhere(source: Source, config: dict[str, Any]) -> Any:
     if isinstance(text, dict) and text.get("quantization_config") is not None:
         return text["quantization_config"]
     if MODELOPT_NAME in source.names():
-        return parse_object(source.read(MODELOPT_NAME), source.where(MODELOPT_NAME), lenient=True)
+        entry = parse_object(source.read(MODELOPT_NAME), source.where(MODELOPT_NAME), lenient=True)
+        return {"quant_method": "modelopt", **entry}
     return None
 
 

@@ -201,7 +201,7 @@ def parse_header(
     if len(raw) != length:
         raise _refuse(file, "A tensor file shrank while it was read.", f"{length} bytes", f"{len(raw)} bytes")
     entries = parse_object(raw, file)
-    metadata = _metadata(entries.pop("__metadata__", {}), file)
+    metadata = _metadata(entries.pop("__metadata__", None), file)
     data_start = LENGTH_BYTES + length
     tensors = {name: _tensor(name, entry, data_start, file) for name, entry in entries.items()}
     _check_coverage(list(tensors.values()), data_start, file_bytes, file, complete)
@@ -209,6 +209,9 @@ def parse_header(
 
 
 def _metadata(entry: Any, file: str) -> dict[str, str]:
+    # MLX writes null where there is none.
+    if entry is None:
+        return {}
     if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
         raise _refuse(file, "The header's __metadata__ is wrong.", "an object of strings", short(entry))
     return entry

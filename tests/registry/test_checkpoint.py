@@ -267,7 +267,7 @@ def test_a_quantisation_entry_is_found_where_exporters_put_it(tmp_path):
     assert Checkpoint.open(nested).config["quantization_config"] == entry
     separate = save(tmp_path / "2", files, {"text_config": None})
     (separate / "hf_quant_config.json").write_text(json.dumps(modelopt))
-    assert Checkpoint.open(separate).config["quantization_config"] == modelopt
+    assert Checkpoint.open(separate).config["quantization_config"] == {"quant_method": "modelopt", **modelopt}
     null = save(tmp_path / "3", files, {"quantization_config": None})
     assert "quantization_config" not in Checkpoint.open(null).config
 

@@ -73,6 +73,10 @@ def test_a_header_with_trailing_spaces_and_no_tensor_is_sound(tmp_path):
     assert read_header(write(tmp_path / "x", b"{}      ", b"")) == Header(str(tmp_path / "x"), {}, {}, 16)
 
 
+def test_the_null_that_mlx_writes_for_no_metadata_is_none(tmp_path):
+    assert read_header(write(tmp_path / "x", {"__metadata__": None, "a": entry()})).metadata == {}
+
+
 def test_a_header_alone_is_read_only_when_asked(tmp_path):
     path = write(tmp_path / "x", {"a": entry("F32", [1000, 1000], [0, 4_000_000])}, b"")
     assert "cut short" in refused(path).what
