@@ -52,6 +52,7 @@ def load_checkpoint(
     dtype: str | None = None,
     model_config: Mapping[str, Any] | None = None,
     families: tuple[Path, ...] = (),
+    family: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Model, dict[str, Any], LoadReport]:
     """Build the model of a checkpoint and fill every parameter.
@@ -64,6 +65,7 @@ def load_checkpoint(
             narrow products are many times slower, and the checkpoint's own elsewhere.
         model_config: entries that replace those of config.json.
         families: further folders with family files.
+        family: use this family whatever the config says.
         progress: called with (shards read, shards in all, file name).
 
     Returns:
@@ -75,7 +77,7 @@ def load_checkpoint(
     compute_dtype(dtype)
     config = {**checkpoint.config, **(model_config or {})}
     known = catalog(*families)
-    plan = resolve(known.for_config(config), config)
+    plan = resolve(known.load(family) if family else known.for_config(config), config)
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = Model(args)
     report = LoadReport(plan.family.family, list(checkpoint.notices))

@@ -26,6 +26,7 @@ def load_model(
     dtype: str | None = None,
     model_config: Mapping[str, Any] | None = None,
     families: tuple[Path, ...] = (),
+    family: str | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Model, dict[str, Any]]:
@@ -38,6 +39,7 @@ def load_model(
         dtype: compute dtype; None for float32 on the CPU and the checkpoint's own elsewhere.
         model_config: entries that replace those of config.json.
         families: further folders with family files.
+        family: use this family whatever the config says.
         revision: a branch, tag or commit of the repository.
         progress: called with (shards read, shards in all, file name).
 
@@ -54,6 +56,7 @@ def load_model(
         dtype=dtype,
         model_config=model_config,
         families=families,
+        family=family,
         revision=revision,
         progress=progress,
     )

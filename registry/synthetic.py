@@ -160,9 +160,13 @@ def _layer_rules(config: dict[str, Any], family: Family, layers: int) -> None:
             _set(config, moe_rule.key, [first] + [1 if value is True else value] * (layers - 1))
         elif isinstance(moe_rule, rules.IndexRule) and _get(config, moe_rule.key) is None:
             _set(config, moe_rule.key, ",".join(str(i + moe_rule.base) for i in range(1, layers)))
-        elif isinstance(moe_rule, rules.RangeRule) and family.dense is not None:
-            if isinstance(moe_rule.start, Ref) and not _known(config, moe_rule.start):
-                _put(config, moe_rule.start, 1)
+        elif (
+            isinstance(moe_rule, rules.RangeRule)
+            and isinstance(moe_rule.start, Ref)
+            and not _known(config, moe_rule.start)
+            and family.dense is not None
+        ):
+            _put(config, moe_rule.start, 1)
 
 
 def _references(family: Family) -> Iterator[tuple[str, str, Ref, str]]:
@@ -216,3 +220,21 @@ def _guess(field: str, ref: Ref, kind: str) -> Any:
     if not ref.required:
         return None
     return 1.0 if kind == "float" else 1
+
+
+def config_keys(family: Family) -> set[str]:
+    """Every top-level config key that the family reads, rules and rope parameters included."""
+    keys = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "text_config"}
+    keys |= {"original_max_position_embeddings", *(k.split(".")[0] for k in family.example)}
+    for name in type(family.config).model_fields:
+        value = getattr(family.config, name)
+        if isinstance(value, Ref):
+            keys.update(value.keys)
+    keys.update(key for _, _, ref, _ in _references(family) for key in ref.keys)
+    for rule in (*(family.layer_types or ()), *family.moe.layers):
+        for field in ("key", "dense", "start", "end"):
+            value = getattr(rule, field, None)
+            if isinstance(value, str):
+                keys.add(value)
+        keys.update(k for _, _, ref, _ in _walk("", "", rule, "any") for k in ref.keys)
+    return {key.split(".")[0] for key in keys}

@@ -17,6 +17,7 @@ from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.cli import (
     check,
     diff,
+    draft,
     generate,
     inspect,
     list_,
@@ -39,6 +40,7 @@ for name, module in (
     ("check", check.check),
     ("inspect", inspect.inspect),
     ("parity", parity.parity),
+    ("draft", draft.draft),
     ("diff", diff.diff),
     ("generate", generate.generate),
     ("schema", schema.schema),

@@ -107,7 +107,7 @@ def _print(report: FastReport, rows: list[dict[str, Any]], verdict: str | None, 
     covered = report.coverage
     if covered is not None:
         print(
-            f"{len(covered.registered)} architectures of the installed mlx-lm and transformers are described, "
+            f"{len(covered.registered)} architectures of installed mlx-lm and transformers are described, "
             f"{len(covered.declared)} are declared unsupported, {len(covered.unknown)} are unknown"
         )
     if verdict:

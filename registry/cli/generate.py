@@ -34,6 +34,7 @@ def generate(
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of LoRA adapters.")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     families: Families = None,
+    family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Show which path the experts took.")] = False,
     json: Json = False,
 ) -> None:
@@ -59,6 +60,7 @@ def generate(
             fused=fused,
             dtype=dtype,
             families=tuple(families or ()),
+            family=family,
             progress=progress,
         )
     text = sys.stdin.read() if prompt == "-" else prompt
