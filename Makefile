@@ -1,0 +1,48 @@
+# Every target sets up .venv first; PYTHON chooses the interpreter, EXTRAS what is installed (cuda,dev for an
+# NVIDIA GPU), ARGS is passed on to pytest or to the demo.
+.PHONY: demo test lint types docs check clean
+.DEFAULT_GOAL := demo
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+EXTRAS ?= $(if $(filter Darwin,$(shell uname -s)),dev,cpu$(comma)dev)
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+PROMPT ?= A mixture-of-experts model
+
+demo: $(STAMP)
+	$(BIN)/registry generate api/demo --prompt "$(PROMPT)" --max-tokens 80 --temp 0 $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy finds the package's modules only where it is installed as users have it, not in the editable copy.
+types: $(STAMP)
+	@rm -rf build $(VENV)/types
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/types .
+	MYPYPATH=$(VENV)/types $(BIN)/mypy -p mlx_experts
+
+docs: $(STAMP)
+	$(BIN)/registry docs
+
+check: $(STAMP)
+	$(BIN)/registry check
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed; name one with make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make virtual environments; on Debian run: apt-get install python3-venv" >&2; \
+	  exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time takes a few minutes."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	@touch $@
