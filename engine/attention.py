@@ -70,8 +70,7 @@ class Attention(Mixer):
             if qk.weight:
                 kind = ZeroCentredRMSNorm if norm.offset == "run" else nn.RMSNorm
                 self[qk.q] = kind(dims[0], eps=qk_eps)
-                if self.owns_kv:
-                    self[qk.k] = kind(dims[1], eps=qk_eps)
+                self[qk.k] = kind(dims[1], eps=qk_eps)
             self._qk_eps = qk_eps
         if self._gated and spec.gate is not None and spec.gate.path is not None:
             per_head = self.v_head_dim if spec.gate.over == "element" else 1
@@ -79,67 +78,60 @@ class Attention(Mixer):
         if spec.sinks is not None and spec.sinks_enabled:
             self[spec.sinks] = mx.zeros((self.heads,))
 
-    def _project(self, x: mx.array) -> tuple[mx.array, Any, Any, mx.array | None]:
-        """Queries, keys, values and a gate packed with the queries; heads not yet split."""
+    def _project(self, x: mx.array, state: ForwardState) -> tuple[mx.array, ...]:
+        """Queries, keys, values and a gate packed with the queries, or None; heads not yet split."""
         names, gate = self._spec.names, None
         if names.qkv is not None:
             q_width, k_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
             q, k, v = mx.split(self[names.qkv](x), [q_width, q_width + k_width], axis=-1)
         else:
             q = self[names.q](x)
-            k, v = (self[names.k](x), self[names.v](x)) if self.owns_kv else (None, None)
+            if self.owns_kv:
+                k, v = self[names.k](x), self[names.v](x)
+            else:
+                k, v = state.shared["kv"]
+            if self._spec.share_kv_every:
+                # Projections are shared, not what norms, rotation and cache make of them.
+                state.shared["kv"] = (k, v)
         if self._gated and self._spec.gate is not None and self._spec.gate.path is None:
             # Packed per head as [q, gate], not as two halves of the matrix.
             pairs = q.reshape(*q.shape[:-1], self.heads, 2, self.head_dim)
             q, gate = (pairs[..., i, :].flatten(-2) for i in (0, 1))
         return q, k, v, gate
 
-    def _normalise(self, q: mx.array, k: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    def _normalise(self, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
         qk = self._spec.qk_norm
         assert qk is not None
         if qk.weight:
-            return self[qk.q](q), self[qk.k](k) if k is not None else None
-        return mx.fast.rms_norm(q, None, self._qk_eps), (
-            mx.fast.rms_norm(k, None, self._qk_eps) if k is not None else None
-        )
+            return self[qk.q](q), self[qk.k](k)
+        return mx.fast.rms_norm(q, None, self._qk_eps), mx.fast.rms_norm(k, None, self._qk_eps)
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
         spec, (B, L, _) = self._spec, x.shape
-        q, k, v, gate = self._project(x)
+        q, k, v, gate = self._project(x, state)
         qk = spec.qk_norm if spec.qk_norm is not None and spec.qk_norm.enabled else None
         if qk is not None and qk.over == "full":
             q, k = self._normalise(q, k)
         if spec.clip is not None:
-            q, k, v = (None if t is None else mx.clip(t, -spec.clip, spec.clip) for t in (q, k, v))
+            q, k, v = (mx.clip(t, -spec.clip, spec.clip) for t in (q, k, v))
         q = q.reshape(B, L, self.heads, self.head_dim)
-        if k is not None:
-            k = k.reshape(B, L, self.kv_heads, self.head_dim)
+        k = k.reshape(B, L, self.kv_heads, self.head_dim)
         if qk is not None and qk.over == "head" and not qk.after_rope:
             q, k = self._normalise(q, k)
-        q = q.swapaxes(1, 2)
-        k = k.swapaxes(1, 2) if k is not None else None
+        q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
         offset = cache.offset if cache is not None else 0
-        if not self.owns_kv:
-            offset = state.shared["kv_offset"]
         if self._rope is not None:
-            q = self._rope(q, offset)
-            k = self._rope(k, offset) if k is not None else None
+            q, k = self._rope(q, offset), self._rope(k, offset)
         if qk is not None and qk.over == "head" and qk.after_rope:
             q, k = self._normalise(q, k)
         if spec.temperature is not None and spec.temperature.enabled:
             q = q * query_temperature(spec.temperature, offset, L, q.dtype)
-        if k is not None:
-            v = v.reshape(B, L, self.kv_heads, self.v_head_dim).swapaxes(1, 2)
-            v = v if spec.value_scale == 1.0 else v * spec.value_scale
-            mask = state.attention_mask(x, cache, self.window)
-            if cache is not None:
-                k, v = cache.update_and_fetch(k, v)
-            if spec.share_kv_every:
-                state.shared["kv"] = (k, v, cache, mask)
-                state.shared["kv_offset"] = offset
-        else:
-            k, v, cache, mask = state.shared["kv"]
+        v = v.reshape(B, L, self.kv_heads, self.v_head_dim).swapaxes(1, 2)
+        v = v if spec.value_scale == 1.0 else v * spec.value_scale
+        mask = state.attention_mask(x, cache, self.window)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(
             q, k, v, cache=cache, scale=self.scale, mask=mask, sinks=self._sinks(q.dtype)
         )
@@ -165,9 +157,7 @@ class Attention(Mixer):
         return (heads * factor[..., None]).flatten(-2)
 
     def make_cache(self) -> Any:
-        """A cache for this layer, or None where it reads another layer's."""
-        if not self.owns_kv:
-            return None
+        """A cache for this layer."""
         if self.window is not None:
             return RotatingKVCache(max_size=self.window, keep=0)
         return KVCache()

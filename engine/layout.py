@@ -192,6 +192,8 @@ class SplitOperation:
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
         for at in per_layer(self.source, tree):
+            if not all(planes(tensors, fill(t, at)) for t in self.targets):
+                continue
             targets = [take(tensors, fill(t, at)) for t in self.targets]
             for plane in targets[0]:
                 parts = [t[plane] for t in targets]

@@ -184,16 +184,28 @@ def _explain(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tr
 
 def _from_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
     base = _base(layout, stack)
-    for i, leaf in enumerate(layout.leaves):
+    for module, leaf in _per_expert_targets(layout, stack):
         each = [take(tensors, f"{base}.{e}.{leaf}") for e in range(stack.experts)]
         for plane in each[0]:
-            put(tensors, stack.module(i), {plane: mx.stack([values[plane] for values in each])})
+            put(tensors, module, {plane: mx.stack([values[plane] for values in each])})
+    if layout.fused:
+        _halves(layout.fused, stack).forward(tensors, tree)
+
+
+def _per_expert_targets(layout: spec.PerExpert, stack: ExpertStack) -> list[tuple[str, str]]:
+    """Stacked module and disk leaf of each projection."""
+    modules = [stack.module(i) for i in range(len(stack.leaves))]
+    if layout.fused:
+        modules = [_whole(stack), modules[-1]]
+    return list(zip(modules, layout.leaves, strict=True))
 
 
 def _to_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
     base = _base(layout, stack)
-    for i, leaf in enumerate(layout.leaves):
-        for plane, value in take(tensors, stack.module(i)).items():
+    if layout.fused:
+        _halves(layout.fused, stack).backward(tensors, tree)
+    for module, leaf in _per_expert_targets(layout, stack):
+        for plane, value in take(tensors, module).items():
             for e in range(stack.experts):
                 put(tensors, f"{base}.{e}.{leaf}", {plane: value[e]})
 
@@ -220,14 +232,17 @@ def _from_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tr
         del fused["global_scale"]
         put(tensors, stack.module(0), {"global_scale": scale[:, 0]})
         put(tensors, stack.module(1), {"global_scale": scale[:, 1]})
-    whole = f"{stack.container}.__fused__"
-    put(tensors, whole, fused)
-    _halves(layout, stack, whole).forward(tensors, tree)
+    put(tensors, _whole(stack), fused)
+    _halves(layout.order, stack).forward(tensors, tree)
 
 
-def _halves(layout: spec.Stacked, stack: ExpertStack, whole: str) -> SplitOperation:
-    first = (0, 1) if layout.order != "up_gate" else (1, 0)
-    return SplitOperation(whole, tuple(stack.module(i) for i in first), layout.order == "interleaved")
+def _whole(stack: ExpertStack) -> str:
+    return f"{stack.container}.__fused__"
+
+
+def _halves(order: str, stack: ExpertStack) -> SplitOperation:
+    first = (0, 1) if order != "up_gate" else (1, 0)
+    return SplitOperation(_whole(stack), tuple(stack.module(i) for i in first), order == "interleaved")
 
 
 def _to_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -236,9 +251,8 @@ def _to_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree
     if len(stack.leaves) == 2:
         fused = take(tensors, stack.module(0))
     else:
-        whole = f"{stack.container}.__fused__"
-        _halves(layout, stack, whole).backward(tensors, tree)
-        fused = take(tensors, whole)
+        _halves(layout.order, stack).backward(tensors, tree)
+        fused = take(tensors, _whole(stack))
     for name, values in ((fused_name, fused), (down_name, down)):
         for plane, value in _turn(values, layout.transposed).items():
             if plane == "bias":

@@ -20,6 +20,9 @@ class PerExpert(Spec):
     kind: Literal["per_expert"] = Field(description="One tensor for each expert.")
     path: str = Field(description="Path in the layer, without the expert's number.")
     leaves: tuple[str, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
+    fused: Literal["gate_up", "up_gate"] | None = Field(
+        None, description="The first of two leaves holds gate and up, in this order."
+    )
 
 
 class Stacked(Spec):
@@ -120,7 +123,8 @@ class LayoutsSpec(Spec):
     )
     experts: tuple[ExpertLayout, ...] = Field((), description="Layouts of the routed experts.")
     save_as: Literal["tree", "per_expert"] = Field(
-        "tree", description="How experts are written: as in the module tree, or one by one as mlx-lm reads them."
+        "tree",
+        description="How experts are written: as in the module tree, or one by one as mlx-lm reads them.",
     )
     ops: tuple[LayoutOp, ...] = Field((), description="Operations, applied in order.")
     drop: tuple[str, ...] = Field((), description="Tensors that the text model does not have.")

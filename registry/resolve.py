@@ -250,7 +250,7 @@ class Resolver:
                     break
             if ref.length and isinstance(value, list | str):
                 value = len(value)
-            return self._mapped(ref, key, value)
+            return self._mapped(ref, key, value, layer)
         if ref.if_null is not None and any(self.view.is_null(key) for key in ref.keys):
             return ref.if_null
         if ref.required:
@@ -262,7 +262,7 @@ class Resolver:
             )
         return self.value(ref.default, layer)
 
-    def _mapped(self, ref: Ref, key: str, value: Any) -> Any:
+    def _mapped(self, ref: Ref, key: str, value: Any, layer: int) -> Any:
         if ref.present is not None:
             return ref.present
         if ref.times is not None and isinstance(value, int | float) and not isinstance(value, bool):
@@ -276,7 +276,7 @@ class Resolver:
                 expected=", ".join(map(str, ref.map)),
                 found=repr(value)[:80],
             )
-        return ref.map[value]
+        return self.value(ref.map[value], layer)
 
     def value(self, value: Any, layer: int) -> Any:
         """``value`` with every reference in it replaced; the same object where there is none."""

@@ -182,7 +182,7 @@ class GqaSpec(Spec):
     sinks_enabled: Bool = Field(True, description="Whether the sinks exist.")
     temperature: TemperatureSpec | None = Field(None, description="Position-dependent query scale.")
     share_kv_every: Int | None = Field(
-        None, description="Only every n-th layer computes keys and values; the others reuse them."
+        None, description="Only every n-th layer projects keys and values; the others take its projections."
     )
 
 
@@ -257,7 +257,7 @@ class NormaliseSpec(Spec):
     enabled: Bool = Field(description="Whether the weights are divided.")
     eps: Num = Field(0.0, description="Added to the sum.")
     clamp: Num = Field(0.0, description="Lower bound of the sum.")
-    skip_single: bool = Field(False, description="Not done when one expert is picked.")
+    skip_single: Bool = Field(False, description="Not done when one expert is picked.")
     p: Num = Field(1.0, description="The norm that divides: 1 for the sum of magnitudes.")
 
 

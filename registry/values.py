@@ -55,10 +55,10 @@ class Ref(Spec):
         None,
         description="The value, or another reference, when no key is present; not stated, a key is needed.",
     )
-    if_null: Any = Field(None, description="The value where a key is there and null, unless it is the default.")
+    if_null: Any = Field(None, description="The value where a key is there and null, if not the default.")
     times: StrictInt | StrictFloat | None = Field(None, description="A number is multiplied by this.")
     map: dict[str | bool | int, Any] | None = Field(
-        None, description="Config values to the words used here; a value that is not listed is refused."
+        None, description="Config values to words or further references; a value not listed is refused."
     )
     present: Any = Field(None, description="What any value that is present stands for, where this is stated.")
     per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
