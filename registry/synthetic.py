@@ -90,21 +90,16 @@ def tiny_config(family: Family) -> dict[str, Any]:
         "architectures": list(family.architectures[:1]),
     }
     if family.text_config:
-        return {**identity, family.text_key: {**flat, **_nested_type(family)}, **_tests(family)}
-    return {**flat, **identity, **_tests(family)}
+        config = {**identity, family.text_key: {**flat, **_nested_type(family)}}
+    else:
+        config = {**flat, **identity}
+    _put_all(config, (family.when.equals if family.when else None) or {})
+    return config
 
 
 def _nested_type(family: Family) -> dict[str, Any]:
     texts = [t for t in family.model_types if t.endswith("_text")]
     return {"model_type": texts[0]} if texts else {}
-
-
-def _tests(family: Family) -> dict[str, Any]:
-    when = family.when
-    if when is None:
-        return {}
-    found: dict[str, Any] = dict(when.equals or {})
-    return found
 
 
 def _put_all(config: dict[str, Any], values: dict[str, Any]) -> None:
