@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters, load_tokenizer
+from mlx_lm.utils import load_adapters, load_tokenizer, save_config
 from mlx_lm.utils import save_model as save_mlx_lm_model
-from mlx_lm.utils import save_config
 
 from mlx_experts.engine.load import LoadReport, Progress, load_checkpoint
 from mlx_experts.engine.model import Model
@@ -124,6 +125,20 @@ def load_model_for_check(path: str) -> Model:
     return load_model(path)[0]
 
 
+class _Written(nn.Module):
+    """A model as mlx-lm's writer sees it: its modules, and tensors under the names on disk."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+
+    def parameters(self) -> dict[str, Any]:
+        return dict(self._model.carrier.written(dict(tree_flatten(self._model.parameters()))))
+
+    def leaf_modules(self) -> Any:
+        return self._model.leaf_modules()
+
+
 def save_model(folder: str | Path, model: Model, config: Mapping[str, Any]) -> None:
     """Write a model as a checkpoint folder that this package and mlx-lm load.
 
@@ -134,5 +149,5 @@ def save_model(folder: str | Path, model: Model, config: Mapping[str, Any]) -> N
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    save_mlx_lm_model(path, model, donate_model=False)
+    save_mlx_lm_model(path, _Written(model), donate_model=False)
     save_config(dict(config), config_path=path / "config.json")

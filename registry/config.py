@@ -35,5 +35,12 @@ class ConfigView:
         return None
 
     def is_null(self, key: str) -> bool:
-        """Whether a key of no nested object is there and null."""
-        return any(key in level and level[key] is None for level in self.levels)
+        """Whether a dotted key is there and null."""
+        *parents, last = key.split(".")
+        for level in self.levels:
+            value: Any = level
+            for part in parents:
+                value = value.get(part) if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping) and last in value and value[last] is None:
+                return True
+        return False

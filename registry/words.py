@@ -22,7 +22,7 @@ def facts(family: Family) -> dict[str, str]:
 
 def _flatten(at: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Ref):
-        yield at, _reference(value)
+        yield at, reference(value)
     elif isinstance(value, Spec):
         for name in type(value).model_fields:
             yield from _flatten(f"{at}.{name}", getattr(value, name))
@@ -33,10 +33,11 @@ def _flatten(at: str, value: Any) -> Iterator[tuple[str, str]]:
         for i, item in enumerate(value):
             yield from _flatten(f"{at}[{i}]", item)
     else:
-        yield at, _plain(value)
+        yield at, plain(value)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value as a person says it."""
     match value:
         case None:
             return "none"
@@ -47,8 +48,9 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _reference(ref: Ref) -> str:
-    default = "" if ref.required else f", {_plain(ref.default)} when absent"
+def reference(ref: Ref) -> str:
+    """A reference in words."""
+    default = "" if ref.required else f", {plain(ref.default)} when absent"
     mapped = f", mapped {ref.map}" if ref.map else ""
     return f"config '{ref}'{default}{mapped}"
 

@@ -17,6 +17,7 @@ from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.cli import (
     check,
     diff,
+    docs,
     draft,
     generate,
     inspect,
@@ -44,6 +45,7 @@ for name, module in (
     ("diff", diff.diff),
     ("generate", generate.generate),
     ("schema", schema.schema),
+    ("docs", docs.docs),
 ):
     app.command(name)(module)
 

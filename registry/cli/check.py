@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mlx_experts.registry.catalog import Catalog
 from mlx_experts.registry.check import FastReport, check_fast
 from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json, print_table
 from mlx_experts.registry.cli.progress import track
@@ -21,6 +23,9 @@ def check(
     device: Annotated[
         bool, typer.Option("--device", help="Run this device's kernels and say whether to trust them.")
     ] = False,
+    record: Annotated[
+        Path | None, typer.Option("--record", help="Write the results as an evidence file.")
+    ] = None,
     json: Json = False,
     families: Families = None,
 ) -> None:
@@ -34,6 +39,8 @@ def check(
     rows: list[dict[str, Any]] = []
     if not fast and not report.problems.get("catalogue"):
         rows = _run(catalog, report, json)
+    if record is not None and rows:
+        _record(record, catalog, rows)
     verdict = _device() if device and not fast else None
     seconds = time.perf_counter() - started
     if json:
@@ -58,7 +65,7 @@ def check(
         )
 
 
-def _run(catalog: Any, report: FastReport, quiet: bool) -> list[dict[str, Any]]:
+def _run(catalog: Catalog, report: FastReport, quiet: bool) -> list[dict[str, Any]]:
     from mlx_experts.engine.selfcheck import check_family
 
     rows = []
@@ -76,10 +83,29 @@ def _run(catalog: Any, report: FastReport, quiet: bool) -> list[dict[str, Any]]:
                 "fused": result.fused,
                 "moe_layers": result.moe_layers,
                 "reason": result.reason,
-                "steps": {s.name: s.detail or "ok" for s in result.steps},
+                "steps": [{"name": s.name, "ok": s.ok, "detail": s.detail} for s in result.steps],
             }
         )
     return rows
+
+
+def _record(path: Path, catalog: Catalog, rows: list[dict[str, Any]]) -> None:
+    from mlx_experts.registry import evidence
+    from mlx_experts.registry.cli.common import versions
+
+    kept = {
+        row["family"]: {
+            "hash": evidence.family_hash(catalog.load(row["family"])),
+            "ok": row["ok"],
+            "layouts_ok": all(s["ok"] for s in row["steps"] if s["name"].startswith("layout")),
+            "layouts": row["layouts"],
+            "fused": row["fused"],
+            "moe_layers": row["moe_layers"],
+            "reason": row["reason"],
+        }
+        for row in rows
+    }
+    evidence.record(path, kept, versions())
 
 
 def _device() -> str:

@@ -55,3 +55,12 @@ def open_catalog(folders: list[Path] | None) -> Catalog:
         if not folder.is_dir():
             raise SettingError("a folder of families does not exist", where="--families", found=str(folder))
     return Catalog([*family_folders(), *(folders or [])])
+
+
+def versions() -> dict[str, str]:
+    """Versions and device that a result belongs to."""
+    import platform
+    from importlib.metadata import version
+
+    packages = ("mlx-experts", "mlx", "mlx-lm")
+    return {**{p: version(p) for p in packages}, "machine": f"{platform.system()} {platform.machine()}"}

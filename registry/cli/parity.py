@@ -8,9 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json, print_table
+from mlx_experts.registry import evidence
+from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.cli.common import (
+    Families,
+    Json,
+    open_catalog,
+    print_json,
+    print_table,
+    versions,
+)
 from mlx_experts.registry.cli.progress import track
-from mlx_experts.registry.errors import CheckFailed, SettingError
+from mlx_experts.registry.errors import CheckFailed, RegistryError, SettingError
 
 
 def parity(
@@ -22,6 +31,12 @@ def parity(
     reference: Annotated[
         str, typer.Option("--reference", help="`mlx-lm`, or an .npz file with input_ids and logits.")
     ] = "mlx-lm",
+    originals: Annotated[
+        Path | None, typer.Option("--originals", help="Try every reference case below this folder.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option("--record", help="Write what the cases gave as an evidence file.")
+    ] = None,
     json: Json = False,
     families: Families = None,
 ) -> None:
@@ -33,6 +48,9 @@ def parity(
         _checkpoint(checkpoint, reference, tuple(families or ()), json)
         return
     catalog = open_catalog(families)
+    if originals is not None:
+        _originals(originals, record, catalog, json)
+        return
     wanted = catalog.names() if every else list(names or [])
     if not wanted:
         raise SettingError("nothing to compare", expected="FAMILY, --all or --checkpoint PATH")
@@ -79,6 +97,38 @@ def _checkpoint(folder: Path, reference: str, families: tuple[Path, ...], json: 
             expected="logits within 1e-4 of the largest, equal greedy tokens",
             hint="the first layer that differs much is where to look",
         )
+
+
+def _originals(folder: Path, path: Path | None, catalog: Catalog, json: bool) -> None:
+    from mlx_experts.engine.originals import all_views, measure_view
+
+    views = all_views(folder)
+    if not views:
+        raise SettingError("no reference cases", where=str(folder), expected="FAMILY/VARIANT/case.json")
+    results: dict[str, dict[str, Any]] = {}
+    for view in track(views, "comparing", len(views), json):
+        name, digest = view.case.parent.name, ""
+        try:
+            name = catalog.resolve(view.config()).name
+            digest = evidence.family_hash(catalog.load(name))
+            row = results.setdefault(name, {"hash": digest, "ok": True, "views": {}})
+            measured = measure_view(view)
+        except RegistryError as error:
+            row = results.setdefault(name, {"hash": digest, "ok": True, "views": {}})
+            row["views"][view.id], row["ok"] = str(error).splitlines()[0], False
+            continue
+        row["views"][view.id] = f"{max(measured.full, measured.decode, measured.split):.0e}"
+        row["ok"] = row["ok"] and measured.ok
+    if path is not None:
+        evidence.record(path, results, versions())
+    if json:
+        print_json(results)
+    else:
+        rows = [(n, v, e) for n, r in sorted(results.items()) for v, e in r["views"].items()]
+        print_table("largest logit difference to the original", ("family", "view", "difference"), rows)
+    bad = sorted(name for name, row in results.items() if not row["ok"])
+    if bad:
+        raise CheckFailed("families that differ from the original", found=", ".join(bad))
 
 
 def _print(result: Any) -> None:
