@@ -2,9 +2,12 @@
 
 MODULES: tuple[str, ...] = (
     "absorb",
+    "dsa",
     "gated_delta",
+    "lightning",
     "mamba2",
     "mla",
+    "normed_residual",
     "short_conv",
     "sparsemixer",
 )

@@ -1,0 +1,74 @@
+"""A decoder layer whose residual is the normed input, with a factor on each side of each sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from pydantic import Field
+
+from mlx_experts.engine.model import DecoderLayer
+from mlx_experts.engine.options import read_options
+from mlx_experts.engine.state import ForwardState
+from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.resolve import LayerPlan, Plan
+from mlx_experts.registry.values import Num, Spec
+
+
+class Factors(Spec):
+    """The two factors of a sum."""
+
+    residual: Num = Field(1.0, description="Factor on the residual.")
+    branch: Num = Field(1.0, description="Factor on the branch.")
+
+
+class NormedResidualOptions(Spec):
+    """Options of a layer with normed residuals."""
+
+    mixer: dict[str, Factors] = Field(description="Factors around the mixer, by layer type.")
+    mlp: Factors = Field(description="Factors around the MLP.")
+
+
+class NormedResidualLayer(DecoderLayer):
+    """``x = pre(x); x = a x + b mixer(x)``, and the same around the MLP.
+
+    Described in transformers' ``models/minimax/modeling_minimax.py`` (MiniMaxDecoderLayer).
+
+    Args:
+        layer: the layer's plan; the block's options are :class:`NormedResidualOptions`.
+        plan: the model's plan.
+        fused: passed to the MoE block.
+
+    Raises:
+        SpecError: the options have no factors for the layer's type.
+    """
+
+    def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
+        super().__init__(layer, plan, fused)
+        options = read_options(NormedResidualOptions, layer.options, "a layer with normed residuals")
+        if layer.type not in options.mixer:
+            raise SpecError(
+                "a layer with normed residuals has no factors for its type",
+                where="block.options.mixer",
+                expected=layer.type,
+                found=", ".join(options.mixer),
+            )
+        self._around_mixer, self._around_mlp = options.mixer[layer.type], options.mlp
+
+    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D]."""
+        x = self._norm(self._block.pre_mixer, x)
+        x = _sum(self._around_mixer, x, self._mix(x, state, cache))
+        x = self._norm(self._block.pre_mlp, x)
+        return _sum(self._around_mlp, x, self._feed(x))
+
+
+def _sum(factors: Factors, residual: mx.array, branch: mx.array) -> mx.array:
+    return residual * factors.residual + branch * factors.branch
+
+
+@hookimpl
+def offer_blocks() -> dict[str, Any]:
+    """The decoder layer `normed_residual`."""
+    return {"normed_residual": NormedResidualLayer}
