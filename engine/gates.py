@@ -151,11 +151,11 @@ def _shapes(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | Non
     h, f = facts.input_width, facts.expert_width
     down = (facts.down.rows, facts.down.cols)
     gate = (f, h) if facts.gate is None else (facts.gate.rows, facts.gate.cols)
-    if h > 0 and f > 0 and gate == (f, h) and down[1] == f:
+    if h > 0 and f > 0 and gate == (f, h) and down == (h, f):
         return None
     return Decline(
         "shapes",
-        f"gate {(f, h)} and down (H, {f})",
+        f"gate {(f, h)} and down {(h, f)}",
         f"gate {gate} and down {down}",
         "The stacks do not belong to one another.",
     )

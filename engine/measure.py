@@ -6,9 +6,12 @@ on all of them. Legend: E experts, K experts per token, H model width, F expert 
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from statistics import median, quantiles
 from typing import Literal
 
@@ -17,13 +20,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from mlx_experts.engine import gates
+from mlx_experts.engine import activations, gates
 from mlx_experts.engine.dispatch import current_device
 from mlx_experts.engine.kernels import FusedRun, fused_kernel, gather, naive, pack
 from mlx_experts.engine.kernels.facts import Activation, Decline, Format
 from mlx_experts.engine.policy import Policy
 from mlx_experts.engine.tune import Timing
 from mlx_experts.registry.errors import SettingError
+from mlx_experts.registry.shapes import Shape
 
 # Experts are made until they fill this many bytes: more than any cache, so that weights come from memory.
 EXPERT_BYTES = 1 << 30
@@ -276,9 +280,55 @@ def read_bandwidth(rounds: int = 7) -> float:
     return 4 * count / median(times["read"])
 
 
-def sweep(
-    layers: Iterator[tuple[str, Layer]], *, rounds: int, baseline: Baseline = "gather"
-) -> Iterator[tuple[str, Result]]:
-    """``compare`` for each layer, made one at a time so that only one is in memory."""
-    for name, layer in layers:
-        yield name, compare(layer, rounds=rounds, baseline=baseline)
+def storage_of(mode: str, bits: int, group_size: int) -> Storage:
+    """The storage that the options of a verb name; the microscaling formats fix bits and group.
+
+    Raises:
+        SettingError: affine with bits or a group size that MLX has not.
+    """
+    if mode == "plain":
+        return Storage("plain", 0, 0)
+    if mode == "affine":
+        for name, value, known in (
+            ("bits", bits, (2, 3, 4, 5, 6, 8)),
+            ("group size", group_size, (32, 64, 128)),
+        ):
+            if value not in known:
+                raise SettingError(
+                    f"MLX has no affine format with this {name}.", expected=str(known), found=str(value)
+                )
+        return Storage("affine", bits, group_size)
+    fixed: dict[str, Storage] = {
+        "mxfp4": Storage("mxfp4", 4, 32),
+        "mxfp8": Storage("mxfp8", 8, 32),
+        "nvfp4": Storage("nvfp4", 4, 16),
+    }
+    return fixed[mode]
+
+
+def default_dtype() -> str:
+    """The activations' dtype that the engine uses on this device for a bfloat16 checkpoint."""
+    return "float32" if current_device() == "cpu" else "bfloat16"
+
+
+def layer_of(shape: Shape, storage: Storage, dtype: str | None) -> Layer:
+    """``random_layer`` for a public shape."""
+    dtypes = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+    return random_layer(
+        shape.hidden,
+        shape.width,
+        shape.experts,
+        shape.top_k,
+        activations.make(shape.activation, shape.alpha, shape.limit),
+        storage=storage,
+        dtype=dtypes[dtype or default_dtype()],
+        bias=shape.bias,
+    )
+
+
+def about() -> dict[str, str]:
+    """What figures must name: device, versions, date."""
+    device = current_device()
+    name = mx.device_info(mx.cpu if device == "cpu" else mx.gpu)["device_name"]
+    cores = f", {len(os.sched_getaffinity(0))} cores" if device == "cpu" and sys.platform == "linux" else ""
+    return {"device": f"{name}{cores} ({device})", "mlx": mx.__version__, "date": date.today().isoformat()}

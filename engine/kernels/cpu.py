@@ -146,7 +146,6 @@ class FusedExperts:
 
     def __init__(self, experts: PackedExperts) -> None:
         stacks = experts.stacks()
-        mx.eval([s.arrays() for s in stacks])
         self._experts = experts
         self._held = _Held.of(stacks)
         self._up, self._down = _plan(experts.up), _plan(experts.down)
@@ -165,16 +164,11 @@ class FusedExperts:
         """
         inputs = (x.astype(mx.float32), indices.astype(mx.int32), weights.astype(mx.float32))
         if not _evaluated(*inputs):
-            return Decline(
-                "transformation",
-                "a call outside compile, grad and vmap",
-                "a call inside one",
-                "The CPU kernel reads values; leave the experts out of the transformed function.",
-            )
+            return _TRANSFORMED
         if self._held.moved():
             self.__init__(self._experts)  # type: ignore[misc]
         row, chosen, shares = (np.array(a, copy=False).reshape(-1) for a in inputs)
-        out = np.empty(x.shape[-1], np.float32)
+        out = _fresh(x.shape[-1])
         driver = _numba()
         assert driver is not None
         large = self._bytes_per_expert * chosen.size >= PARALLEL_FROM
@@ -198,6 +192,19 @@ class FusedExperts:
         return mx.array(out).astype(x.dtype).reshape(x.shape)
 
 
+_TRANSFORMED = Decline(
+    "transformation",
+    "a call outside compile, grad and vmap",
+    "a call inside one",
+    "The CPU kernel reads values; leave the experts out of the transformed function.",
+)
+
+
+def _fresh(count: int) -> np.ndarray:
+    """Room for the output; tests fill it with NaN."""
+    return np.empty(count, np.float32)
+
+
 def _evaluated(*arrays: mx.array) -> bool:
     """Compute the arrays, or say False when MLX is only tracing them."""
     try:
@@ -212,7 +219,8 @@ def _evaluated(*arrays: mx.array) -> bool:
 
 def prepare(experts: PackedExperts, dtype: mx.Dtype) -> FusedExperts | Decline:
     """See ``FusedKernel``; the kernel is the same for every activation dtype."""
-    mx.eval([s.arrays() for s in experts.stacks()])
+    if not _evaluated(*(a for s in experts.stacks() for a in s.arrays())):
+        return _TRANSFORMED  # the weights themselves are being differentiated
     try:
         return FusedExperts(experts)
     except BufferError:

@@ -1,0 +1,145 @@
+"""`registry bench`: the fused path against the gather path on this device, in one run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mlx_experts.registry.cli.common import Json, print_json, print_table
+from mlx_experts.registry.cli.progress import track
+from mlx_experts.registry.shapes import Shape, select
+
+if TYPE_CHECKING:
+    from mlx_experts.engine.measure import Result, Storage
+
+COLUMNS = ("family", "H", "F", "E", "k", "gather µs", "fused µs", "ratio", "± %", "GB/s", "of read", "errors")
+Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "plain"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+def bench(
+    families: Annotated[list[str] | None, typer.Argument(help="Families; all when none is named.")] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Activations; float32 on the CPU, else bfloat16.", show_default=False)
+    ] = None,
+    mode: Annotated[Mode, typer.Option(help="Storage format of the experts.")] = "affine",
+    bits: Annotated[int, typer.Option(help="Bits a weight, for affine.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale, for affine.")] = 64,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples of each path.")] = 15,
+    baseline: Annotated[
+        Literal["gather", "mlx-lm"],
+        typer.Option(help="What fused is held against: our gather path, or mlx-lm's expert layer."),
+    ] = "gather",
+    model: Annotated[
+        str | None, typer.Option(help="Decode this checkpoint instead.", show_default=False)
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode with --model.")] = 64,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw ratio against expert width (.svg or .png).", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time one token's experts on public shapes, or a whole model with --model.
+
+    Both paths run in turn in one run and the medians are shown: microseconds for one layer's experts, how
+    many times faster fused is with half the interquartile range, gigabytes of weights a second and their
+    share of the read bandwidth that this run measured, and each path's relative RMS error to float32.
+
+    Example: registry bench qwen3_moe mixtral --plot ratio.svg
+    """
+    if model is not None:
+        _decode(model, tokens, rounds, json)
+        return
+    if plot is not None:
+        from mlx_experts.registry.plot import check_plot
+
+        check_plot(plot)
+    from mlx_experts.engine import measure
+
+    storage = measure.storage_of(mode, bits, group_size)
+    bandwidth = measure.read_bandwidth()
+    chosen = select(families or [])
+    results = []
+    for shape in _tracked(chosen, json):
+        layer = measure.layer_of(shape, storage, dtype)
+        results.append((shape, measure.compare(layer, rounds=rounds, baseline=baseline)))
+    about = {
+        **measure.about(),
+        "dtype": dtype or measure.default_dtype(),
+        "storage": asdict(storage),
+        "baseline": baseline,
+        "read_gb_s": round(bandwidth / 1e9, 1),
+    }
+    if json:
+        print_json({**about, "shapes": [_entry(s, r) for s, r in results]})
+    else:
+        print(_title(about, storage))
+        print_table("", COLUMNS, [_row(s, r, bandwidth) for s, r in results])
+    if plot is not None:
+        from mlx_experts.registry.plot import draw
+
+        draw(plot, [(s.family, s.width, r.ratio, r.noise) for s, r in results], str(about["device"]))
+
+
+def _tracked(chosen: list[Shape], quiet: bool) -> Any:
+    by_name = {s.family: s for s in chosen}
+    return (by_name[name] for name in track(list(by_name), "timing", len(by_name), quiet))
+
+
+def _title(about: dict[str, Any], storage: Storage) -> str:
+    kept = f"{storage.mode} {storage.bits}-bit g{storage.group_size}" if storage.bits else "plain"
+    return (
+        f"{about['device']}, mlx {about['mlx']}, {about['date']}: {about['dtype']} activations, {kept}, "
+        f"reads {about['read_gb_s']} GB/s; fused against {about['baseline']}"
+    )
+
+
+def _row(shape: Shape, result: Result, bandwidth: float) -> list[str]:
+    return [
+        shape.family,
+        *(str(n) for n in (shape.hidden, shape.width, shape.experts, shape.top_k)),
+        f"{result.baseline_us:.0f}",
+        f"{result.fused_us:.1f}",
+        f"{result.ratio:.1f}x",
+        f"{result.noise:.0%}".rstrip("%"),
+        f"{result.gigabytes_per_second:.1f}",
+        f"{result.gigabytes_per_second * 1e9 / bandwidth:.0%}",
+        f"{result.baseline_error:.0e} {result.fused_error:.0e}",
+    ]
+
+
+def _entry(shape: Shape, result: Result) -> dict[str, Any]:
+    derived = {"ratio": result.ratio, "fused_gb_s": result.gigabytes_per_second}
+    return {**shape.model_dump(), **asdict(result), **derived}
+
+
+def _decode(model: str, tokens: int, rounds: int, json: bool) -> None:
+    import mlx.core as mx
+
+    from mlx_experts import load
+    from mlx_experts.engine import measure
+    from mlx_experts.engine.decoding import compare_decoding
+
+    loaded, tokenizer = load(model)[:2]
+    prompt = mx.array(tokenizer.encode("The experts of this layer are"))
+    result = compare_decoding(loaded, prompt, tokens=tokens, rounds=rounds)
+    if json:
+        print_json({**measure.about(), "model": model, **asdict(result), "ratio": result.ratio})
+        return
+    gap = "" if result.gap is None else f", then a choice {result.gap:.2g} apart"
+    print_table(
+        f"{model}: {tokens} tokens, {rounds} rounds",
+        ("path", "tokens/s", "fused calls a token", "text"),
+        [
+            ("gather", f"{result.gather_tokens_per_second:.1f}", f"{result.fused_per_token[1]:g}", ""),
+            (
+                "fused",
+                f"{result.fused_tokens_per_second:.1f} ({result.ratio:.2f}x)",
+                f"{result.fused_per_token[0]:g} of {result.layers} layers",
+                f"{result.agree} of {result.tokens} tokens equal{gap}",
+            ),
+        ],
+    )

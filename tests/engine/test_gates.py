@@ -1,0 +1,155 @@
+"""Every gate rule accepts and declines; no device is needed."""
+
+from dataclasses import replace
+
+import pytest
+
+from mlx_experts.engine import activations, gates
+from mlx_experts.engine.kernels.facts import Accept, Activation, Decline, ExpertFacts, Projection
+from mlx_experts.engine.policy import WIDTH_BOUND, Policy
+
+H, F = 128, 256
+
+
+def projection(rows, cols, **changes):
+    return replace(Projection("affine", 4, 64, rows, cols, "bfloat16"), **changes)
+
+
+GOOD = ExpertFacts(
+    rows=1,
+    top_k=8,
+    num_experts=64,
+    gate=projection(F, H),
+    up=projection(F, H),
+    down=projection(H, F),
+    activation=activations.make("swiglu"),
+    dtype="bfloat16",
+    device="cpu",
+)
+
+
+def stacks(**changes):
+    """The facts with a change to all three projections."""
+    return replace(
+        GOOD,
+        gate=replace(GOOD.gate, **changes),
+        up=replace(GOOD.up, **changes),
+        down=replace(GOOD.down, **changes),
+    )
+
+
+PLAIN = {"format": "plain", "bits": 16, "group_size": 0}
+ACCEPTED = {
+    "one row": GOOD,
+    "one expert": replace(GOOD, top_k=1, num_experts=1),
+    "32 experts": replace(GOOD, top_k=32),
+    "float16": replace(GOOD, dtype="float16"),
+    "float32": replace(GOOD, dtype="float32"),
+    "float16 scales": stacks(dtype="float16"),
+    "mixed bits": replace(GOOD, down=replace(GOOD.down, bits=6)),
+    "mxfp4": stacks(format="mxfp4", group_size=32, dtype="uint8"),
+    "mxfp8": stacks(format="mxfp8", bits=8, group_size=32, dtype="uint8"),
+    "nvfp4 with global scale": stacks(format="nvfp4", group_size=16, dtype="uint8", global_scale=True),
+    "plain": stacks(**PLAIN),
+    "plain float32": stacks(format="plain", bits=32, group_size=0, dtype="float32"),
+    "biases": stacks(bias=True),
+    "ungated": replace(GOOD, gate=None, activation=activations.make("relu2")),
+    "clamped": replace(GOOD, activation=activations.make("swiglu_oai", 1.702, 7.0)),
+    **{f"{b} bits": stacks(bits=b) for b in (2, 3, 4, 5, 6, 8)},
+    **{f"groups of {g}": stacks(group_size=g) for g in (32, 64, 128)},
+}
+
+DECLINED = {
+    "adapted": replace(GOOD, adapted=True),
+    "training": replace(GOOD, training=True),
+    "rows": replace(GOOD, rows=2),
+    "dtype": replace(GOOD, dtype="float64"),
+    "top_k": replace(GOOD, top_k=33),
+    "activation": replace(GOOD, activation=Activation("unheard_of")),
+    "shapes": replace(GOOD, down=projection(H, F + 64)),
+    "format": stacks(format="nf4"),
+    "group_size": stacks(group_size=16),
+    "scale_dtype": stacks(dtype="uint8"),
+    "global_scale": stacks(global_scale=True),
+    "widths": replace(GOOD, up=projection(F, H + 32), gate=projection(F, H + 32), down=projection(H + 32, F)),
+}
+MORE_DECLINED = [
+    ("rows", replace(GOOD, rows=0)),
+    ("top_k", replace(GOOD, top_k=0)),
+    ("activation", replace(GOOD, gate=None)),
+    ("activation", replace(GOOD, activation=replace(GOOD.activation, gated=False))),
+    ("activation", replace(GOOD, activation=activations.make("relu2"))),
+    ("shapes", replace(GOOD, gate=projection(F + 64, H))),
+    ("shapes", replace(GOOD, down=projection(2 * H, F))),
+    ("format", stacks(bits=1)),
+    ("format", stacks(format="mxfp4", bits=8, group_size=32, dtype="uint8")),
+    ("format", replace(GOOD, down=replace(GOOD.down, bits=7))),
+    ("format", stacks(format="plain", bits=64, group_size=0, dtype="float32")),
+    ("group_size", stacks(format="nvfp4", group_size=32, dtype="uint8")),
+    ("scale_dtype", stacks(format="mxfp4", group_size=32, dtype="float16")),
+]
+
+
+@pytest.mark.parametrize("facts", ACCEPTED.values(), ids=ACCEPTED)
+def test_gate_accepts(facts):
+    assert gates.judge(facts, Policy()) == Accept("cpu")
+
+
+@pytest.mark.parametrize(
+    ("rule", "facts"), [*DECLINED.items(), *MORE_DECLINED], ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_gate_declines(rule, facts):
+    verdict = gates.judge(facts, Policy())
+    assert isinstance(verdict, Decline)
+    assert verdict.rule == rule
+    assert verdict.wanted
+    assert verdict.got
+    assert verdict.hint
+
+
+def test_every_rule_has_a_declining_case():
+    covered = {*DECLINED, "switch", "width_bound"}
+    assert {rule.__name__.lstrip("_") for rule in gates.RULES} == covered
+
+
+def test_the_switch_declines_and_says_who_set_it():
+    verdict = gates.judge(GOOD, Policy(enabled=False, switched_by="fused=False"))
+    assert isinstance(verdict, Decline)
+    assert verdict.rule == "switch"
+    assert "fused=False" in verdict.hint
+
+
+@pytest.mark.parametrize(("bound", "accepted"), [(None, True), (F, True), (F - 1, False), (0, False)])
+def test_the_width_bound_includes_its_own_value(bound, accepted):
+    verdict = gates.judge(GOOD, Policy(max_width=bound))
+    assert isinstance(verdict, Accept) is accepted
+    if isinstance(verdict, Decline):
+        assert verdict.rule == "width_bound"
+        assert WIDTH_BOUND in verdict.hint
+
+
+def test_an_activation_without_the_form_a_kernel_needs_is_declined(monkeypatch):
+    monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
+    activations.register(
+        activations.ExpertActivation("cubic", True, lambda g, u, a, b: g * g * g * u, c="g*g*g*u")
+    )
+    facts = replace(GOOD, activation=activations.make("cubic"))
+    verdict = gates.judge(facts, Policy())
+    assert isinstance(verdict, Decline)
+    assert verdict.wanted == "a scalar form"
+    assert gates.judge(replace(facts, device="cuda"), Policy()) == Accept("cuda")
+
+
+@pytest.mark.parametrize("device", ["cuda", "metal"])
+def test_gpu_kernels_decline_plain_widths_that_are_no_whole_step(device):
+    odd = replace(
+        GOOD,
+        device=device,
+        gate=projection(F, 100, **PLAIN),
+        up=projection(F, 100, **PLAIN),
+        down=projection(100, F, **PLAIN),
+    )
+    verdict = gates.judge(odd, Policy())
+    assert isinstance(verdict, Decline)
+    assert verdict.rule == "widths"
+    assert gates.judge(replace(odd, device="cpu"), Policy()) == Accept("cpu")
