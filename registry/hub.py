@@ -131,11 +131,7 @@ class HubSource:
     def _range(self, name: str, begin: int, count: int) -> tuple[bytes, int]:
         """At most ``count`` bytes of a file from ``begin``, and the size of the whole file."""
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # its lazy exports are unmarked
-            build_hf_headers,
-            hf_raise_for_status,
-            http_stream_backoff,
-        )
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
         url = hf_hub_url(self._repo_id, name, revision=self._revision)
         # A compressed answer would have neither the file's bytes nor its size.
