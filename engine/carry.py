@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_experts.engine.layout import Operation, RenameOperation, Tensors, Tree, make_operation, put
-from mlx_experts.engine.layout_experts import ExpertStack, carry_experts, uncarry_experts
+from mlx_experts.engine.layout_experts import ExpertStack, carry_experts, stacked_module, uncarry_experts
 from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import TensorError
+from mlx_experts.registry.layouts import PerExpert
 from mlx_experts.registry.resolve import Plan, Resolver
 
 
@@ -108,10 +109,21 @@ class Carrier:
         for op in self.ops:
             if isinstance(op, RenameOperation):
                 op.forward(probe, self.tree)
-        name = next(iter(probe)).removesuffix(".weight")
+        name = self._of_experts(next(iter(probe)).removesuffix(".weight"))
         if f"{name}.weight" not in self.tree.shapes and f"{self.wrapper}{name}.weight" in self.tree.shapes:
             return self.wrapper + name
         return name
+
+    def _of_experts(self, path: str) -> str:
+        """The stacked module that holds an expert's own module, or the path itself."""
+        match = self._layer.match(path)
+        stack = self.stack(int(match[1])) if match and int(match[1]) < self.tree.num_layers else None
+        layouts = [each for each in self.spec.experts if isinstance(each, PerExpert)] if stack else []
+        for layout in layouts:
+            assert stack is not None
+            if (module := stacked_module(layout, stack, path)) is not None:
+                return module
+        return path
 
     def _carry_all_experts(self, result: Carried) -> None:
         by_layer: dict[int, Tensors] = {}
@@ -214,6 +226,16 @@ class Carrier:
             op.backward(result, self.tree)
         if self.spec.prefixes:
             result = {self._prefixed(name): value for name, value in result.items()}
+        return result
+
+    def written(self, tensors: Mapping[str, mx.array]) -> Tensors:
+        """The module tree's tensors as this package writes them: experts one by one where declared."""
+        result = dict(tensors)
+        if self.spec.save_as == "per_expert":
+            layout = next(each for each in self.spec.experts if isinstance(each, PerExpert))
+            for i in range(self.tree.num_layers):
+                if (stack := self.stack(i)) is not None:
+                    uncarry_experts(layout, stack, result, self.tree)
         return result
 
     def _prefixed(self, name: str) -> str:

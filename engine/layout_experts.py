@@ -6,7 +6,9 @@ Legend: E experts, F expert width, D model width.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -66,6 +68,15 @@ def uncarry_experts(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tens
     _BACKWARD[type(layout)](layout, stack, tensors, tree)
 
 
+def stacked_module(layout: spec.PerExpert, stack: ExpertStack, path: str) -> str | None:
+    """The stacked module that holds the expert's own module at ``path``, or None where that is none."""
+    pattern = re.compile(re.escape(_base(layout, stack)) + r"\.\d+\.(.+)")
+    match = pattern.fullmatch(path)
+    if match is None or match[1] not in layout.leaves or layout.fused:
+        return None
+    return stack.module(layout.leaves.index(match[1]))
+
+
 def _words(layout: spec.ExpertLayout) -> str:
     turned = " [in, out]" if isinstance(layout, spec.Stacked) and layout.transposed else ""
     return f"{layout.kind}{turned} at {layout.path}"
@@ -105,13 +116,13 @@ def _under(tensors: Tensors, base: str) -> list[str]:
     return [name for name in tensors if name.startswith(base + ".")]
 
 
-def _expected(layout: spec.ExpertLayout, stack: ExpertStack, tree: Tree) -> list[tuple[int, ...]]:
+def _expected(layout: spec.ExpertLayout, stack: ExpertStack, tree: Tree) -> Sequence[tuple[int, ...]]:
     """Unquantised weight shapes of the sources."""
     E, D, F = tree.shapes[stack.module(-1) + ".weight"]
     gated = len(stack.leaves) == 3
     if isinstance(layout, spec.Stacked):
-        shapes = [(E, 2 * F if gated else F, D), (E, D, F)]
-        return [(e, b, a) for e, a, b in shapes] if layout.transposed else shapes
+        fused = 2 * F if gated else F
+        return [(E, D, fused), (E, F, D)] if layout.transposed else [(E, fused, D), (E, D, F)]
     if isinstance(layout, spec.Flat):
         down = (E * F, D) if layout.down_transposed else (E * D, F)
         return [(E * F, D)] * (len(stack.leaves) - 1) + [down]
@@ -165,6 +176,10 @@ def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tens
                     f"{base}.{{expert}}.{leaf}.{plane} is missing for {len(holes)} of {stack.experts} "
                     f"experts: {shown}"
                 )
+                continue
+            names = [f"{base}.{e}.{leaf}.{plane}" for e in range(stack.experts)]
+            if len({tuple(tensors[name].shape) for name in names}) > 1:
+                faults.append(f"{base}.{{expert}}.{leaf}.{plane} is not of one shape in all experts")
     beyond = re.compile(re.escape(base) + r"\.(\d+)\.")
     high = {int(m[1]) for name in _under(tensors, base) if (m := beyond.match(name))}
     if high and max(high) >= stack.experts:
@@ -294,13 +309,14 @@ def _to_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tree
             tensors[source if plane == "weight" else f"{source}.{plane}"] = turned.flatten(0, 1)
 
 
-_FORWARD = {
+_Carry = Callable[[Any, ExpertStack, Tensors, Tree], None]
+_FORWARD: dict[type, _Carry] = {
     spec.PerExpert: _from_per_expert,
     spec.Stacked: _from_stacked,
     spec.Split: _from_split,
     spec.Flat: _from_flat,
 }
-_BACKWARD = {
+_BACKWARD: dict[type, _Carry] = {
     spec.PerExpert: _to_per_expert,
     spec.Stacked: _to_stacked,
     spec.Split: _to_split,
