@@ -44,7 +44,7 @@ class Attention(Mixer):
         self._gated = spec.gate is not None and spec.gate.enabled
         self._build(spec, sizes.hidden_size, plan.norm, sizes.norm_eps)
         if layer.rope is not None:
-            self._rope = Rope(layer.rope, layer.rope.width(self.head_dim), self.head_dim)
+            self._rope: Rope | None = Rope(layer.rope, layer.rope.width(self.head_dim), self.head_dim)
         else:
             self._rope = None
 

@@ -146,8 +146,8 @@ class MoE(nn.Module):
             case "mean":
                 return (routed + shared) * 0.5
             case "sigmoid_gate":
-                return routed + mx.sigmoid(find(self, self._shared.gate)(x)) * shared
-        mix = mx.softmax(find(self, self._shared.gate)(x), axis=-1, precise=True)
+                return routed + mx.sigmoid(find(self, self._shared.gate or "")(x)) * shared
+        mix = mx.softmax(find(self, self._shared.gate or "")(x), axis=-1, precise=True)
         return routed * mix[..., :1] + shared * mix[..., 1:]
 
 

@@ -5,6 +5,8 @@ Legend: E experts, K experts per token, N groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -38,7 +40,11 @@ def sqrtsoftplus(logits: mx.array) -> mx.array:
     return mx.sqrt(mx.logaddexp(logits, 0.0))
 
 
-SCORES = {"softmax": softmax, "sigmoid": mx.sigmoid, "sqrtsoftplus": sqrtsoftplus}
+SCORES: dict[str, Callable[[mx.array], mx.array]] = {
+    "softmax": softmax,
+    "sigmoid": mx.sigmoid,
+    "sqrtsoftplus": sqrtsoftplus,
+}
 
 
 class Router:

@@ -196,8 +196,8 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in change.items():
         old = result.get(key)
-        mergeable = isinstance(old, Mapping) and isinstance(value, Mapping)
-        if mergeable and "from" not in value and "from" not in old:
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        if isinstance(old, Mapping) and both and "from" not in value and "from" not in old:
             same_kind = "kind" not in value or value["kind"] == old.get("kind", value["kind"])
             result[key] = merge(old, value) if same_kind else value
         else:

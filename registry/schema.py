@@ -353,26 +353,25 @@ class BackboneSpec(Spec):
     blocks: tuple[str, ...] = Field(description="Class names of its MoE blocks.")
 
 
+def _key(name: str, *default: None) -> Any:
+    """A reference as a default: needed, or null where the key is absent."""
+    return Ref.model_validate({"from": name, **({"default": None} if default else {})})
+
+
 class SizesSpec(Spec):
     """Where config.json says the sizes."""
 
-    hidden_size: Int = Field(Ref(**{"from": "hidden_size"}), description="Model width.")
-    num_layers: Int = Field(Ref(**{"from": "num_hidden_layers"}), description="Decoder layers.")
-    vocab_size: Int = Field(Ref(**{"from": "vocab_size"}), description="Rows of the embedding.")
-    num_heads: Int = Field(Ref(**{"from": "num_attention_heads"}), description="Query heads.")
-    num_kv_heads: Int | None = Field(
-        Ref(**{"from": "num_key_value_heads", "default": None}), description="Key-value heads."
-    )
+    hidden_size: Int = Field(_key("hidden_size"), description="Model width.")
+    num_layers: Int = Field(_key("num_hidden_layers"), description="Decoder layers.")
+    vocab_size: Int = Field(_key("vocab_size"), description="Rows of the embedding.")
+    num_heads: Int = Field(_key("num_attention_heads"), description="Query heads.")
+    num_kv_heads: Int | None = Field(_key("num_key_value_heads", None), description="Key-value heads.")
     head_dim: Int | None = Field(
-        Ref(**{"from": "head_dim", "default": None}), description="Head width; hidden over heads when absent."
+        _key("head_dim", None), description="Head width; hidden over heads when absent."
     )
-    dense_width: Int | None = Field(
-        Ref(**{"from": "intermediate_size", "default": None}), description="Width of dense MLPs."
-    )
-    norm_eps: Num = Field(Ref(**{"from": "rms_norm_eps"}), description="Epsilon of the norms.")
-    max_positions: Int | None = Field(
-        Ref(**{"from": "max_position_embeddings", "default": None}), description="Longest context."
-    )
+    dense_width: Int | None = Field(_key("intermediate_size", None), description="Width of dense MLPs.")
+    norm_eps: Num = Field(_key("rms_norm_eps"), description="Epsilon of the norms.")
+    max_positions: Int | None = Field(_key("max_position_embeddings", None), description="Longest context.")
     num_experts: Int = Field(description="Routed experts.")
     top_k: Int = Field(description="Experts a token picks.")
     expert_width: Int = Field(description="Inner width of a routed expert.")

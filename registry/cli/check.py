@@ -111,7 +111,7 @@ def _record(path: Path, catalog: Catalog, rows: list[dict[str, Any]]) -> None:
 def _device() -> str:
     from mlx_experts.engine.device_check import verdict
 
-    return verdict()
+    return str(verdict())
 
 
 def _print(report: FastReport, rows: list[dict[str, Any]], verdict: str | None, seconds: float) -> None:
