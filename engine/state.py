@@ -20,11 +20,17 @@ class ForwardState:
         self.shared: dict[Any, Any] = {}
         self._masks: dict[Any, Any] = {}
 
-    def attention_mask(self, x: mx.array, cache: Any, window: int | None = None) -> Any:
-        """The causal (and windowed) mask for a layer; made once for each kind of cache and window."""
-        key = (type(cache), window)
+    def attention_mask(
+        self, x: mx.array, cache: Any, window: int | None = None, as_array: bool = False
+    ) -> Any:
+        """The causal (and windowed) mask for a layer; made once for each kind of cache and window.
+
+        Args:
+            as_array: not the word `causal` for a plain causal mask.
+        """
+        key = (type(cache), window, as_array)
         if key not in self._masks:
-            self._masks[key] = create_attention_mask(x, cache, window_size=window)
+            self._masks[key] = create_attention_mask(x, cache, window_size=window, return_array=as_array)
         return self._masks[key]
 
     def recurrent_mask(self, x: mx.array, cache: Any) -> Any:
