@@ -14,6 +14,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.facts import Activation
+from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import ConfigError, PluginError
 
 ArrayForm = Callable[[mx.array, mx.array, float, float], mx.array]
@@ -177,6 +178,8 @@ def lookup(name: str) -> ExpertActivation:
     Raises:
         ConfigError: no activation has that name.
     """
+    if name not in _TABLE and name in pieces().names("activation"):
+        register(pieces().get("activation", name))
     if name not in _TABLE:
         raise ConfigError(
             "Unknown expert activation.",

@@ -16,8 +16,17 @@ import mlx.nn as nn
 
 from mlx_experts.engine import gates, policy, tune
 from mlx_experts.engine.kernels import FusedRun, fused_kernel, gather, pack
-from mlx_experts.engine.kernels.facts import Accept, Activation, Decline, Device, Verdict
+from mlx_experts.engine.kernels.facts import (
+    Accept,
+    Activation,
+    Decline,
+    Device,
+    ExpertFacts,
+    Verdict,
+)
+from mlx_experts.engine.policy import Policy
 from mlx_experts.engine.trace import TraceKey, rows_label, trace
+from mlx_experts.plugins.manager import pieces
 
 
 @lru_cache(maxsize=1)
@@ -111,6 +120,9 @@ class ExpertDispatch:
             training=container.training,
         )
         asked = policy.resolve(device, self.fused, tuned=tune.bound(device))
+        offered = self._offered(facts, asked, experts, x.dtype)
+        if offered is not None:
+            return offered
         verdict: Verdict | FusedRun = gates.judge(facts, asked)
         if isinstance(verdict, Accept):
             assert experts is not None  # an adapted container is declined
@@ -119,6 +131,20 @@ class ExpertDispatch:
         if isinstance(verdict, Decline):
             return self._gathered(rows, verdict)
         return _Decision(verdict, TraceKey(self.layer, "fused", rows_label(rows), device), "")
+
+    def _offered(
+        self, facts: ExpertFacts, asked: Policy, experts: pack.PackedExperts | None, dtype: mx.Dtype
+    ) -> _Decision | None:
+        """The first plugin's kernel that accepts; plugins are asked before the back-end's own."""
+        if not asked.enabled or experts is None:
+            return None
+        for name in pieces().names("kernel"):
+            kernel = pieces().get("kernel", name)
+            if isinstance(kernel.gate(facts, asked), Accept):
+                run = kernel.prepare(experts, dtype)
+                if not isinstance(run, Decline):
+                    return _Decision(run, TraceKey(self.layer, "fused", rows_label(facts.rows), name), "")
+        return None
 
     def _gathered(self, rows: int, why: Decline) -> _Decision:
         return _Decision(

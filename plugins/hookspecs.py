@@ -74,7 +74,11 @@ def offer_layout_operations() -> Offers:  # type: ignore[empty-body]
 
 @hookspec
 def offer_kernels() -> Offers:  # type: ignore[empty-body]
-    """Fused expert kernels by name: objects with ``gate(facts)`` and ``run(...)``."""
+    """Fused expert kernels by name, asked before the back-end's own; the first that accepts runs.
+
+    A kernel has ``gate(facts, policy)``, which returns an Accept or a Decline, and
+    ``prepare(experts, dtype)``, which returns what runs one call (``engine.kernels.FusedRun``) or a Decline.
+    """
 
 
 @hookspec
