@@ -16,6 +16,9 @@ from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.layouts import PerExpert
 from mlx_experts.registry.resolve import Plan, Resolver
 
+# Rounding to bfloat16 moves the length of a column of length one by less than this.
+_UNIT_TOLERANCE = 0.01
+
 
 @dataclass
 class Carried:
@@ -99,6 +102,7 @@ class Carrier:
         self._carry_all_experts(result)
         self._tied_head(result, compare_values)
         self._fill_lacking(result)
+        self._normalise_head(result.tensors)
         if result.original:
             self._original_values(result.tensors)
         return result
@@ -186,17 +190,23 @@ class Carrier:
                 result.tensors[name] = mx.zeros(self.tree.shapes[name])
 
     def _original_values(self, tensors: Tensors) -> None:
-        """Undo what original files store differently: zero-centred norms, rows of a normalised head."""
+        """Undo what original files store differently: zero-centred norms."""
         family = self.plan.family
         if family.norm.offset == "load":
             for name in tensors:
                 if name in self.tree.shapes and self._is_centred_norm(name):
                     tensors[name] = tensors[name] + 1.0
-        head = f"{self.wrapper}{self.plan.head.path}.weight"
-        if self.plan.head.normalise_rows and head in tensors:
-            value = tensors[head].astype(mx.float32)
-            rows = mx.linalg.norm(value, axis=0, keepdims=True) + 1e-7
-            tensors[head] = (value / rows).astype(tensors[head].dtype)
+
+    def _normalise_head(self, tensors: Tensors) -> None:
+        """Columns of length one for a head that is declared so; one that has them already stays as it is."""
+        name = f"{self.wrapper}{self.plan.head.path}.weight"
+        head = tensors.get(name)
+        if not self.plan.head.normalise_columns or head is None or not mx.issubdtype(head.dtype, mx.floating):
+            return
+        value = head.astype(mx.float32)
+        lengths = mx.linalg.norm(value, axis=0, keepdims=True)
+        if mx.abs(lengths - 1).max().item() > _UNIT_TOLERANCE:
+            tensors[name] = (value / (lengths + 1e-7)).astype(head.dtype)
 
     def _is_centred_norm(self, name: str) -> bool:
         parent, _, leaf = name.rpartition(".")

@@ -81,7 +81,7 @@ class HeadSpec(Spec):
     multiplier: Num = Field(1.0, description="Factor on the logits.")
     divisor: Num = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)`; 0 for none.")
-    normalise_rows: Bool = Field(False, description="Each row is L2-normalised while loading original files.")
+    normalise_columns: Bool = Field(False, description="Each column is L2-normalised while loading.")
 
 
 if TYPE_CHECKING:
