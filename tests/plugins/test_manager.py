@@ -1,0 +1,85 @@
+"""Conflicts between plugins, unknown pieces, and the documentation of every hook."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pluggy
+import pytest
+
+from mlx_experts.plugins import hookspecs
+from mlx_experts.plugins.hookspecs import Override, hookimpl
+from mlx_experts.plugins.manager import KINDS, Pieces, PluginProblem, pieces
+
+ROOT = Path(__file__).parent.parent.parent
+HOOKS = [n for n, _ in inspect.getmembers(hookspecs, inspect.isfunction) if n.startswith(("add_", "offer_"))]
+
+
+def plugin(hook: str, offers: dict[str, Any]) -> SimpleNamespace:
+    """A plugin that fills one hook."""
+
+    def implementation() -> dict[str, Any]:
+        return offers
+
+    implementation.__name__ = hook
+    return SimpleNamespace(**{hook: hookimpl(implementation)})
+
+
+def collect(**plugins: SimpleNamespace) -> Pieces:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    for name, each in plugins.items():
+        manager.register(each, name=name)
+    return Pieces(manager)
+
+
+@pytest.mark.parametrize("hook", sorted(KINDS.values()))
+def test_every_offer_is_found_under_its_name(hook: str) -> None:
+    kind = next(k for k, h in KINDS.items() if h == hook)
+    builder = object()
+    found = collect(one=plugin(hook, {"thing": builder}))
+    assert found.get(kind, "thing") is builder
+    assert found.names(kind) == {"thing": "one"}
+
+
+@pytest.mark.parametrize("hook", sorted(KINDS.values()))
+def test_two_plugins_with_one_name_are_an_error_naming_both(hook: str) -> None:
+    with pytest.raises(PluginProblem, match=r"'(one|two)' and '(one|two)' both offer the .* 'thing'"):
+        collect(one=plugin(hook, {"thing": 1}), two=plugin(hook, {"thing": 2}))
+
+
+@pytest.mark.parametrize("first", ["one", "two"])
+def test_an_override_wins_in_either_order(first: str) -> None:
+    both = {
+        "one": plugin("offer_mixers", {"thing": 1}),
+        "two": plugin("offer_mixers", {"thing": Override(2)}),
+    }
+    second = "two" if first == "one" else "one"
+    assert collect(**{first: both[first], second: both[second]}).get("mixer", "thing") == 2
+
+
+def test_two_overrides_of_one_name_are_an_error() -> None:
+    with pytest.raises(PluginProblem, match="both offer"):
+        collect(
+            one=plugin("offer_mixers", {"thing": 1}),
+            two=plugin("offer_mixers", {"thing": Override(2)}),
+            three=plugin("offer_mixers", {"thing": Override(3)}),
+        )
+
+
+def test_unknown_piece_names_the_nearest() -> None:
+    with pytest.raises(PluginProblem, match="did you mean 'sparsemixer'"):
+        pieces().selection("sparsemixr")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_documented(hook: str) -> None:
+    assert f"`{hook}(" in (ROOT / "docs" / "hooks.md").read_text()
+    assert len(inspect.getdoc(getattr(hookspecs, hook)) or "") > 40
+
+
+def test_every_hook_has_a_test() -> None:
+    assert set(HOOKS) == {*KINDS.values(), "add_families"}
