@@ -9,5 +9,6 @@ MODULES: tuple[str, ...] = (
     "mla",
     "normed_residual",
     "short_conv",
+    "shortcut",
     "sparsemixer",
 )
