@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_experts.engine.encodings import decode_encodings
@@ -550,7 +550,6 @@ DTYPES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     tensors=st.dictionaries(NAMES, st.builds(Plane, DTYPES, SHAPES), max_size=4),
     entry=ENTRIES,

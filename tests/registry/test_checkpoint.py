@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -309,7 +309,6 @@ VALUES = st.recursive(
 SHARD_NAMES = st.sampled_from(["model.safetensors", "../model.safetensors", "x.safetensors"]) | VALUES
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     weight_map=st.dictionaries(st.sampled_from("ab") | st.text(max_size=3), SHARD_NAMES, max_size=3) | VALUES
 )
@@ -330,7 +329,6 @@ CONFIG_KEYS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(config=st.dictionaries(CONFIG_KEYS | st.text(max_size=8), VALUES, max_size=4) | VALUES)
 def test_any_config_is_read_or_refused(config, tmp_path_factory):
     folder = save(tmp_path_factory.mktemp("fuzz"), {"model.safetensors": ["a"]}, json.dumps(config).encode())
@@ -341,7 +339,6 @@ def test_any_config_is_read_or_refused(config, tmp_path_factory):
     assert str(folder) in message
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from(
         ["config.json", "generation_config.json", INDEX, "model.safetensors", "hf_quant_config.json"]

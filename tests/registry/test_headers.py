@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -230,7 +230,6 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(header=st.dictionaries(st.sampled_from("abc") | st.text(max_size=3), ENTRY | JUNK, max_size=3))
 @example(header={"a": {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]}})
 def test_any_json_header_is_read_or_refused_and_what_is_read_the_library_reads_too(header, tmp_path_factory):
@@ -246,7 +245,6 @@ def test_any_json_header_is_read_or_refused_and_what_is_read_the_library_reads_t
         pytest.fail(f"read here, refused by the format's own library: {header}")
 
 
-@settings(max_examples=150, deadline=None)
 @given(start=st.binary(max_size=80), position=st.integers(0, 200), cut=st.integers(0, 250))
 def test_random_bytes_anywhere_in_a_file_are_read_or_refused(start, position, cut, tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
