@@ -1,0 +1,76 @@
+"""Checkpoints that mlx-lm wrote load here with its logits, and what is saved here loads there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import yaml
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes, quantize_model, save_config
+from mlx_lm.utils import load_model as load_in_mlx_lm
+from mlx_lm.utils import save_model as save_mlx_lm_model
+
+from mlx_experts import load_model, save_model
+
+CONFIGS = yaml.safe_load((Path(__file__).parent / "mlx_lm_configs.yaml").read_text())
+COMMON = CONFIGS.pop("common")
+IDS = mx.array([[3, 17, 42, 99, 5, 64, 23], [1, 2, 3, 4, 5, 6, 7]])
+
+
+def config_of(model_type: str) -> dict[str, Any]:
+    stated = {"model_type": model_type, **COMMON, **CONFIGS[model_type]}
+    if "text_config" in stated:
+        stated["text_config"] = {**COMMON, **stated["text_config"]}
+    return {key: value for key, value in stated.items() if value is not None}
+
+
+def make_model(config: dict[str, Any]) -> Any:
+    """mlx-lm's own model with everything random, norms and biases too, in float32."""
+    mx.random.seed(7)
+    kind, args = _get_classes(config)
+    model = kind(args.from_dict(config))
+    drawn = []
+    for name, value in tree_flatten(model.parameters()):
+        noise = mx.random.normal(value.shape)
+        if value.ndim > 1:
+            drawn.append((name, noise * value.shape[-1] ** -0.5))
+        else:
+            drawn.append((name, (1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.2 * noise))
+    model.update(tree_unflatten(drawn))
+    model.eval()
+    return model
+
+
+def save_in_mlx_lm(folder: Path, model: Any, config: dict[str, Any]) -> None:
+    save_mlx_lm_model(folder, model, donate_model=False)
+    save_config(dict(config), config_path=folder / "config.json")
+
+
+def largest_difference(model: Any, other: Any) -> float:
+    """Of the logits, relative to the largest."""
+    got, want = model(IDS).astype(mx.float32), other(IDS).astype(mx.float32)
+    return (mx.abs(got - want).max() / mx.abs(want).max()).item()
+
+
+@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+def test_full_precision_checkpoint_of_mlx_lm_loads_with_its_logits(model_type: str, tmp_path: Path) -> None:
+    config = config_of(model_type)
+    theirs = make_model(config)
+    save_in_mlx_lm(tmp_path, theirs, config)
+    ours, _ = load_model(tmp_path)
+    assert largest_difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+def test_four_bit_checkpoint_travels_both_ways(model_type: str, tmp_path: Path) -> None:
+    config = config_of(model_type)
+    save_in_mlx_lm(tmp_path / "theirs", *quantize_model(make_model(config), config, 32, 4))
+    theirs, _ = load_in_mlx_lm(tmp_path / "theirs")
+    ours, saved = load_model(tmp_path / "theirs")
+    assert largest_difference(ours, theirs) < 1e-5
+    save_model(tmp_path / "ours", ours, saved)
+    back, _ = load_in_mlx_lm(tmp_path / "ours")
+    assert largest_difference(back, theirs) < 1e-6
