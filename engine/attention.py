@@ -38,9 +38,12 @@ class Attention(Mixer):
         self.kv_heads = spec.kv_heads or sizes.num_kv_heads
         self.head_dim = spec.head_dim or sizes.head_dim
         self.v_head_dim = spec.v_head_dim or self.head_dim
-        self.scale = spec.scale if spec.scale is not None else self.head_dim**-0.5
+        self.scale = spec.scale if spec.scale is not None else (spec.scale_width or self.head_dim) ** -0.5
         self.window = spec.window + spec.window_extra if spec.window else None
         self.owns_kv = not spec.share_kv_every or layer.index % spec.share_kv_every == 0
+        first_reusing = sizes.num_layers - spec.reuse_kv_last
+        self.reuses_kv = layer.index >= first_reusing > 0
+        self._kept = ("kept", layer.type)
         self._gated = spec.gate is not None and spec.gate.enabled
         self._build(spec, sizes.hidden_size, plan.norm, sizes.norm_eps)
         if layer.rope is not None:
@@ -57,12 +60,13 @@ class Attention(Mixer):
             place(self, names.qkv, nn.Linear(width, q_width + k_width + v_width, bias=spec.qkv_bias))
         else:
             place(self, names.q, nn.Linear(width, q_width, bias=spec.qkv_bias))
-            if self.owns_kv:
+            if self.owns_kv and not self.reuses_kv:
                 place(self, names.k, nn.Linear(width, k_width, bias=spec.qkv_bias))
-                place(self, names.v, nn.Linear(width, v_width, bias=spec.qkv_bias))
+                if not spec.values_from_keys:
+                    place(self, names.v, nn.Linear(width, v_width, bias=spec.qkv_bias))
         place(self, names.o, nn.Linear(self.heads * self.v_head_dim, width, bias=spec.out_bias))
-        self._q_norm = self._k_norm = None
-        qk = spec.qk_norm
+        self._eps, qk = eps, spec.qk_norm
+        self._leaves = (qk.q, qk.k) if qk is not None else ("", "")
         if qk is not None and qk.enabled:
             qk_eps = qk.eps if qk.eps is not None else eps
             full = qk.over == "full"
@@ -70,7 +74,8 @@ class Attention(Mixer):
             if qk.weight:
                 kind = ZeroCentredRMSNorm if norm.offset == "run" else nn.RMSNorm
                 self[qk.q] = kind(dims[0], eps=qk_eps)
-                self[qk.k] = kind(dims[1], eps=qk_eps)
+                if not self.reuses_kv:
+                    self[qk.k] = kind(dims[1], eps=qk_eps)
             self._qk_eps = qk_eps
         if self._gated and spec.gate is not None and spec.gate.path is not None:
             per_head = self.v_head_dim if spec.gate.over == "element" else 1
@@ -78,18 +83,20 @@ class Attention(Mixer):
         if spec.sinks is not None and spec.sinks_enabled:
             self[spec.sinks] = mx.zeros((self.heads,))
 
-    def _project(self, x: mx.array, state: ForwardState) -> tuple[mx.array, ...]:
+    def _project(self, x: mx.array, state: ForwardState) -> tuple[mx.array, Any, Any, mx.array | None]:
         """Queries, keys, values and a gate packed with the queries, or None; heads not yet split."""
         names, gate = self._spec.names, None
+        k = v = None
         if names.qkv is not None:
             q_width, k_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
             q, k, v = mx.split(self[names.qkv](x), [q_width, q_width + k_width], axis=-1)
         else:
             q = self[names.q](x)
-            if self.owns_kv:
-                k, v = self[names.k](x), self[names.v](x)
-            else:
+            if not self.owns_kv:
                 k, v = state.shared["kv"]
+            elif not self.reuses_kv:
+                k = self[names.k](x)
+                v = k if self._spec.values_from_keys else self[names.v](x)
             if self._spec.share_kv_every:
                 # Projections are shared, not what norms, rotation and cache make of them.
                 state.shared["kv"] = (k, v)
@@ -99,39 +106,57 @@ class Attention(Mixer):
             q, gate = (pairs[..., i, :].flatten(-2) for i in (0, 1))
         return q, k, v, gate
 
-    def _normalise(self, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
-        qk = self._spec.qk_norm
-        assert qk is not None
-        if qk.weight:
-            return self[qk.q](q), self[qk.k](k)
-        return mx.fast.rms_norm(q, None, self._qk_eps), mx.fast.rms_norm(k, None, self._qk_eps)
+    def _turned(self, t: mx.array, heads: int, leaf: str, offset: Any) -> mx.array:
+        """Queries or keys [B, L, heads * d] as heads [B, heads, L, d], normalised and rotated."""
+        spec, (B, L, _) = self._spec, t.shape
+        qk = spec.qk_norm if spec.qk_norm is not None and spec.qk_norm.enabled else None
+        if qk is not None and qk.over == "full":
+            t = self._normalise(t, leaf)
+        t = self._clipped(t).reshape(B, L, heads, self.head_dim)
+        if qk is not None and qk.over == "head" and not qk.after_rope:
+            t = self._normalise(t, leaf)
+        t = t.swapaxes(1, 2)
+        if self._rope is not None:
+            t = self._rope(t, offset)
+        if qk is not None and qk.over == "head" and qk.after_rope:
+            t = self._normalise(t, leaf)
+        return t
+
+    def _normalise(self, t: mx.array, leaf: str) -> mx.array:
+        assert self._spec.qk_norm is not None
+        return self[leaf](t) if self._spec.qk_norm.weight else mx.fast.rms_norm(t, None, self._qk_eps)
+
+    def _clipped(self, t: mx.array) -> mx.array:
+        bound = self._spec.clip
+        return t if bound is None else mx.clip(t, -bound, bound)
+
+    def _values(self, v: mx.array) -> mx.array:
+        """Values [B, L, g * d] as heads [B, g, L, d]."""
+        spec, (B, L, _) = self._spec, v.shape
+        v = self._clipped(v).reshape(B, L, self.kv_heads, self.v_head_dim).swapaxes(1, 2)
+        if spec.value_norm:
+            v = mx.fast.rms_norm(v, None, self._eps)
+        return v if spec.value_scale == 1.0 else v * spec.value_scale
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
         spec, (B, L, _) = self._spec, x.shape
         q, k, v, gate = self._project(x, state)
-        qk = spec.qk_norm if spec.qk_norm is not None and spec.qk_norm.enabled else None
-        if qk is not None and qk.over == "full":
-            q, k = self._normalise(q, k)
-        if spec.clip is not None:
-            q, k, v = (mx.clip(t, -spec.clip, spec.clip) for t in (q, k, v))
-        q = q.reshape(B, L, self.heads, self.head_dim)
-        k = k.reshape(B, L, self.kv_heads, self.head_dim)
-        if qk is not None and qk.over == "head" and not qk.after_rope:
-            q, k = self._normalise(q, k)
-        q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
-        offset = cache.offset if cache is not None else 0
-        if self._rope is not None:
-            q, k = self._rope(q, offset), self._rope(k, offset)
-        if qk is not None and qk.over == "head" and qk.after_rope:
-            q, k = self._normalise(q, k)
+        if self.reuses_kv:
+            k, v, cache, mask, offset = state.shared[self._kept]
+        else:
+            # A copy, because a batch cache moves its array of offsets on in place.
+            offset = 0 if cache is None else cache.offset + 0
+        q = self._turned(q, self.heads, self._leaves[0], offset)
         if spec.temperature is not None and spec.temperature.enabled:
             q = q * query_temperature(spec.temperature, offset, L, q.dtype)
-        v = v.reshape(B, L, self.kv_heads, self.v_head_dim).swapaxes(1, 2)
-        v = v if spec.value_scale == 1.0 else v * spec.value_scale
-        mask = state.attention_mask(x, cache, self.window)
-        if cache is not None:
-            k, v = cache.update_and_fetch(k, v)
+        if not self.reuses_kv:
+            k, v = self._turned(k, self.kv_heads, self._leaves[1], offset), self._values(v)
+            mask = state.attention_mask(x, cache, self.window)
+            if cache is not None:
+                k, v = cache.update_and_fetch(k, v)
+            if spec.reuse_kv_last:
+                state.shared[self._kept] = (k, v, cache, mask, offset)
         out = scaled_dot_product_attention(
             q, k, v, cache=cache, scale=self.scale, mask=mask, sinks=self._sinks(q.dtype)
         )
@@ -157,7 +182,9 @@ class Attention(Mixer):
         return (heads * factor[..., None]).flatten(-2)
 
     def make_cache(self) -> Any:
-        """A cache for this layer."""
+        """A cache for this layer, or None where it reads another's."""
+        if self.reuses_kv:
+            return None
         if self.window is not None:
             return RotatingKVCache(max_size=self.window, keep=0)
         return KVCache()

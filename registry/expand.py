@@ -105,7 +105,7 @@ def _entry(view: ConfigView, key: str, i: int, count: int) -> Any:
 def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) -> bool:
     match rule:
         case rules.AllLayers():
-            return True
+            return bool(resolver.value(rule.enabled, i))
         case rules.ListRule():
             entry = _entry(view, rule.key, i, count)
             return bool(entry) if rule.value is True else entry == rule.value

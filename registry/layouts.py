@@ -23,6 +23,10 @@ class PerExpert(Spec):
     fused: Literal["gate_up", "up_gate"] | None = Field(
         None, description="The first of two leaves holds gate and up, in this order."
     )
+    extra_experts: bool = Field(
+        False,
+        description="Identity experts may have tensors too, numbered after the others; they are dropped.",
+    )
 
 
 class Stacked(Spec):
@@ -128,6 +132,9 @@ class LayoutsSpec(Spec):
     )
     ops: tuple[LayoutOp, ...] = Field((), description="Operations, applied in order.")
     drop: tuple[str, ...] = Field((), description="Tensors that the text model does not have.")
+    drop_unused: tuple[str, ...] = Field(
+        (), description="Modules that are dropped from layers which do not have them."
+    )
     may_lack: tuple[str, ...] = Field(
         (), description="Parameters that some tools throw away; where a checkpoint has none of them, zero."
     )

@@ -233,8 +233,9 @@ class Resolver:
 
     def ref(self, ref: Ref, layer: int) -> Any:
         """The value a reference stands for at a layer."""
-        for key in ref.keys:
-            value = self.view.get(key, ref.outer)
+        asked = ref.where is None or self.view.get(ref.where) is True
+        for key in ref.keys if asked else ():
+            value = self.view.get(key.replace("{layer}", str(layer)), ref.outer)
             if value is None:
                 continue
             if ref.per_layer and isinstance(value, list):

@@ -17,6 +17,7 @@ class AllLayers(Spec):
     """Every layer."""
 
     kind: Literal["all"] = Field(description="Every layer has experts.")
+    enabled: Bool = Field(True, description="Whether any layer has experts.")
 
 
 class ListRule(Spec):

@@ -63,12 +63,20 @@ class NamesSpec(Spec):
     norm: str | None = Field("norm", description="Final norm, under the root; null for none.")
 
 
+class LayerInputsSpec(Spec):
+    """A second, narrow embedding with a part for each layer, which the layers add to their output."""
+
+    width: Int = Field(description="Width of a layer's part; 0 for none.")
+    vocab_size: Int | None = Field(None, description="Its rows; the size `vocab_size` when absent.")
+
+
 class EmbeddingSpec(Spec):
     """The token embedding."""
 
     multiplier: Num | Literal["sqrt_hidden"] = Field(1.0, description="Factor on the embeddings.")
     kind: str = Field("standard", description="`standard`, or the name of a plugin's embedding.")
     options: dict[str, AnyValue] = Field({}, description="Options of a plugin's embedding.")
+    layer_inputs: LayerInputsSpec | None = Field(None, description="Further inputs of every layer.")
 
 
 class HeadSpec(Spec):
@@ -174,7 +182,8 @@ class GqaSpec(Spec):
     window: Int | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
     window_extra: Int = Field(0, description="Tokens that the window is longer than the config says.")
     chunk: Int | None = Field(None, description="Attention stays inside chunks of this many tokens.")
-    scale: Num | None = Field(None, description="Softmax scale; head_dim ** -0.5 when absent.")
+    scale: Num | None = Field(None, description="Softmax scale; `scale_width ** -0.5` when absent.")
+    scale_width: Num | None = Field(None, description="Width that scales the softmax; head_dim when absent.")
     clip: Num | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")
     value_scale: Num = Field(1.0, description="Factor on the values.")
     gate: OutputGateSpec | None = Field(None, description="Gate on the output.")
@@ -184,6 +193,13 @@ class GqaSpec(Spec):
     share_kv_every: Int | None = Field(
         None, description="Only every n-th layer projects keys and values; the others take its projections."
     )
+    reuse_kv_last: Int = Field(
+        0, description="So many last layers attend to what the last one before them of their type has kept."
+    )
+    values_from_keys: Bool = Field(
+        False, description="Values are the keys before norm and rotation; they have no projection."
+    )
+    value_norm: Bool = Field(False, description="The heads of the values are RMS-normalised without weights.")
 
 
 class PluginMixerSpec(Spec):

@@ -46,8 +46,9 @@ class Spec(BaseModel):
 class Ref(Spec):
     """A reference to config.json: `{from: key}`, `{from: [key, older_key], default: value}`.
 
-    The first key that is present and not null is used. A dotted key reads a nested object. A list
-    with one entry a layer is read at the layer's index where `per_layer` is set.
+    The first key that is present and not null is used. A dotted key reads a nested object, and
+    `{layer}` in it stands for the layer's index. A list with one entry a layer is read at the layer's
+    index where `per_layer` is set.
     """
 
     keys: tuple[str, ...] = Field(alias="from", description="Config keys, the first present one wins.")
@@ -63,6 +64,7 @@ class Ref(Spec):
     present: Any = Field(None, description="What any value that is present stands for, where this is stated.")
     per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
     length: bool = Field(False, description="A list or a string stands for the number of its entries.")
+    where: str | None = Field(None, description="The keys are read only where this config key is true.")
     outer: bool = Field(False, description="The top level wins over nested text settings, not they over it.")
 
     @model_validator(mode="before")
