@@ -180,11 +180,21 @@ def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tens
             names = [f"{base}.{e}.{leaf}.{plane}" for e in range(stack.experts)]
             if len({tuple(tensors[name].shape) for name in names}) > 1:
                 faults.append(f"{base}.{{expert}}.{leaf}.{plane} is not of one shape in all experts")
-    beyond = re.compile(re.escape(base) + r"\.(\d+)\.")
-    high = {int(m[1]) for name in _under(tensors, base) if (m := beyond.match(name))}
-    if high and max(high) >= stack.experts:
-        faults.append(f"{base} numbers experts up to {max(high)}, the config says {stack.experts}")
+    beyond = _beyond(layout, stack, tensors)
+    if beyond and not layout.extra_experts:
+        faults.append(f"{base} numbers experts up to {max(beyond)}, the config says {stack.experts}")
     return faults
+
+
+def _beyond(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors) -> dict[int, list[str]]:
+    """Tensors of experts past the last one, by the expert's number."""
+    base = _base(layout, stack)
+    numbered = re.compile(re.escape(base) + r"\.(\d+)\.")
+    found: dict[int, list[str]] = {}
+    for name in _under(tensors, base):
+        if (match := numbered.match(name)) and int(match[1]) >= stack.experts:
+            found.setdefault(int(match[1]), []).append(name)
+    return found
 
 
 def _explain(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -203,6 +213,9 @@ def _from_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensor
         each = [take(tensors, f"{base}.{e}.{leaf}") for e in range(stack.experts)]
         for plane in each[0]:
             put(tensors, module, {plane: mx.stack([values[plane] for values in each])})
+    for names in _beyond(layout, stack, tensors).values():
+        for name in names:
+            del tensors[name]
     if layout.fused:
         _halves(layout.fused, stack).forward(tensors, tree)
 
