@@ -63,11 +63,7 @@ def _kind(projection: Projection) -> Projection:
 
 
 def address(array: mx.array) -> int:
-    """Where an evaluated array's data lies.
-
-    Raises:
-        BufferError: the array is a view with gaps.
-    """
+    """Where the data of an evaluated array without gaps lies."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
 
 
@@ -219,14 +215,14 @@ def _evaluated(*arrays: mx.array) -> bool:
 
 def prepare(experts: PackedExperts, dtype: mx.Dtype) -> FusedExperts | Decline:
     """See ``FusedKernel``; the kernel is the same for every activation dtype."""
-    if not _evaluated(*(a for s in experts.stacks() for a in s.arrays())):
+    arrays = [a for s in experts.stacks() for a in s.arrays()]
+    if not _evaluated(*arrays):
         return _TRANSFORMED  # the weights themselves are being differentiated
-    try:
-        return FusedExperts(experts)
-    except BufferError:
+    if not all(memoryview(a).c_contiguous for a in arrays):
         return Decline(
             "contiguous",
             "weights without gaps",
             "a view into a larger array",
             "Make the stacks contiguous when loading.",
         )
+    return FusedExperts(experts)

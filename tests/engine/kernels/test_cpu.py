@@ -1,0 +1,267 @@
+"""The CPU kernel against the truth: formats, activations, dtypes, top-k and odd sizes."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_experts.engine import activations, gates
+from mlx_experts.engine.kernels import cpu, cpu_driver, cpu_rows, naive, pack
+from mlx_experts.engine.kernels.facts import Accept, Projection
+from mlx_experts.engine.measure import relative_rms
+from mlx_experts.engine.policy import Policy
+
+DTYPES = {"float32": (mx.float32, 1e-5), "bfloat16": (mx.bfloat16, 5e-3), "float16": (mx.float16, 5e-3)}
+AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+OTHERS = [("plain", 0, 0), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16), ("nvfp4", 4, 16, True)]
+CONSTANTS = {
+    "swiglu_oai": (1.702, 7.0),
+    "swiglu_clamp_before": (1.0, 0.5),
+    "swiglu_clamp_after": (1.0, 0.3),
+    "situ": (4.0, 2.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs start as NaN, so that one that is not written is seen."""
+    monkeypatch.setattr(cpu, "_fresh", lambda count: np.full(count, np.nan, np.float32))
+
+
+def _poison_heap(sizes=(16, 128, 192, 512, 2048, 8192)):
+    """Leave NaNs in the memory that the driver's own scratch is likely to get."""
+    for size in sizes:
+        for array in [np.full(size, np.nan, np.float32) for _ in range(8)]:
+            del array
+
+
+def error_of(container, call, activation):
+    """Relative RMS error of the kernel, after asking the gate."""
+    experts = pack.read(container, activation)
+    facts = pack.facts_of(
+        experts, activation, rows=1, top_k=call.indices.shape[-1], dtype=call.x.dtype, device="cpu"
+    )
+    assert gates.judge(facts, Policy()) == Accept("cpu")
+    run = cpu.prepare(experts, call.x.dtype)
+    _poison_heap()
+    y = run(*call)
+    assert y.dtype == call.x.dtype
+    assert y.shape == call.x.shape
+    assert mx.array_equal(y, run(*call))
+    return relative_rms(y, naive.experts_in_float32(experts, *call))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*AFFINE, *OTHERS], ids=lambda k: "-".join(map(str, k)))
+def test_every_format_in_every_dtype_matches_the_truth(container, token, stored, kind, dtype):
+    narrow, close = DTYPES[dtype]
+    c = container(hidden=128, width=384, stored=stored(*kind), dtype=narrow)
+    call = token(hidden=128, dtype=narrow, top_k=3)
+    assert error_of(c, call, activations.make("swiglu")) < close
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
+@pytest.mark.parametrize("name", activations.names())
+def test_every_activation_matches_the_truth(container, token, stored, name, bias, dtype):
+    narrow, close = DTYPES[dtype]
+    activation = activations.make(name, *CONSTANTS.get(name, ()))
+    c = container(name, stored=stored("affine", 4, 64), bias=bias, dtype=narrow)
+    assert error_of(c, token(dtype=narrow), activation) < close
+
+
+@pytest.mark.parametrize(
+    "last", [("affine", 6, 64), ("affine", 8, 32), ("mxfp4", 4, 32), ("plain", 0, 0)], ids=str
+)
+@pytest.mark.parametrize("first", [("affine", 4, 64), ("affine", 3, 32), ("nvfp4", 4, 16, True)], ids=str)
+def test_gate_and_up_may_be_stored_otherwise_than_down(container, token, stored, first, last):
+    c = container(stored=stored(*first), down=stored(*last), bias=True)
+    assert error_of(c, token(), activations.make("swiglu")) < 1e-5
+
+
+def test_gate_may_be_stored_otherwise_than_up(container, token, stored):
+    c = container(stored=stored("affine", 4, 64))
+    c.gate_proj = container(stored=stored("affine", 5, 32), seed=3).gate_proj
+    assert error_of(c, token(), activations.make("swiglu")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("top_k", "experts"), [(1, 1), (1, 5), (2, 2), (7, 9), (8, 128), (32, 40), (32, 3)], ids=str
+)
+def test_any_number_of_experts_matches_the_truth(container, token, stored, top_k, experts):
+    c = container(hidden=64, width=64, experts=experts, stored=stored("affine", 4, 32))
+    call = token(hidden=64, experts=experts, top_k=top_k)
+    assert error_of(c, call, activations.make("swiglu")) < 1e-5
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(12, 32), (7, 5), (1, 1), (33, 65), (100, 2880)], ids=str)
+def test_plain_weights_of_any_width_match_the_truth(container, token, hidden, width):
+    assert (
+        error_of(container(hidden=hidden, width=width), token(hidden=hidden), activations.make("swiglu"))
+        < 1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "group"),
+    [(32, 32, 32), (96, 160, 32), (704, 64, 64), (64, 704, 64), (128, 896, 128)],
+    ids=str,
+)
+@pytest.mark.parametrize("bits", [3, 4])
+def test_odd_numbers_of_groups_match_the_truth(container, token, stored, hidden, width, group, bits):
+    c = container(hidden=hidden, width=width, stored=stored("affine", bits, group))
+    assert error_of(c, token(hidden=hidden), activations.make("swiglu")) < 1e-5
+
+
+@pytest.mark.parametrize("threads", ["parallel", "serial"])
+def test_both_compilations_give_the_same_bits(container, token, stored, monkeypatch, threads):
+    c = container(hidden=256, width=704, stored=stored("affine", 4, 64))
+    run = cpu.prepare(pack.read(c, activations.make("swiglu")), mx.float32)
+    call = token(hidden=256)
+    monkeypatch.setattr(cpu, "PARALLEL_FROM", 1 << 62)
+    once = run(*call)
+    monkeypatch.setattr(cpu, "PARALLEL_FROM", 0 if threads == "parallel" else 1 << 62)
+    assert all(mx.array_equal(run(*call), once) for _ in range(20))
+
+
+@pytest.mark.parametrize("kind", [("affine", 4, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16)], ids=str)
+def test_signs_zeros_and_large_values_survive(container, token, stored, kind):
+    c = container(stored=stored(*kind))
+    x, indices, weights = token()
+    x = mx.where(mx.arange(128) % 3 == 0, 0, x * 1e4)
+    assert error_of(c, type(token())(x, indices, -weights), activations.make("swiglu")) < 1e-5
+
+
+def test_nan_and_infinity_in_the_input_are_not_hidden(container, token, stored):
+    c = container(stored=stored("affine", 4, 64))
+    x, indices, weights = token()
+    run = cpu.prepare(pack.read(c, activations.make("swiglu")), mx.float32)
+    assert mx.all(mx.isnan(run(mx.where(mx.arange(128) == 5, mx.nan, x), indices, weights))).item()
+    assert not mx.any(mx.isfinite(run(mx.where(mx.arange(128) == 5, mx.inf, x), indices, weights))).item()
+
+
+def _row_alone(kind, words, scales, x):
+    """A single row times ``x`` (NumPy, in order) through the compiled row product."""
+    blocks, cols = cpu_rows.blocks_of(kind), x.size
+    count = cols // blocks.weights
+    planes = (x.reshape(count, blocks.weights) * np.array(blocks.scales, np.float32)).T
+    kept = [np.ascontiguousarray(planes), np.zeros(cols, np.float32), np.zeros(count, np.float32)]
+    mx.eval(words, *([] if scales is None else [scales]))
+    places = [cpu.address(words), 0 if scales is None else cpu.address(scales), 0]
+    places += [kept[0].ctypes.data, kept[1].ctypes.data, count, kept[2].ctypes.data]
+    return np.float32(cpu._row_function(kind).ctypes(*places))
+
+
+def _each_weight_is(kind, words, scales, wanted):
+    """Each weight of a finite row, read with an input that is one there and zero elsewhere."""
+    wanted = np.array(wanted).reshape(-1)
+    assert np.isfinite(wanted).all()
+    some = range(wanted.size) if wanted.size <= 256 else range(0, wanted.size, 97)
+    for i in some:
+        assert _row_alone(kind, words, scales, np.eye(1, wanted.size, i, dtype=np.float32)[0]) == wanted[i], i
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "scales"),
+    [
+        ("mxfp8", 32, (1, 120, 127, 240)),
+        ("mxfp4", 32, (0, 1, 120, 252)),
+        ("nvfp4", 16, (0, 1, 7, 8, 100, 126, 0x88)),
+    ],
+)
+def test_every_small_float_is_decoded_as_mlx_does(mode, group, scales):
+    bits = 8 if mode == "mxfp8" else 4
+    codes = np.arange(256, dtype=np.uint8)
+    codes[[0x7F, 0xFF]] = 0 if bits == 8 else codes[[0x7F, 0xFF]]  # no numbers in mxfp8
+    words = mx.array(codes).view(mx.uint32).reshape(1, -1)
+    for scale in scales:
+        kept = mx.full((1, 256 * 8 // bits // group), scale, mx.uint8)
+        wanted = mx.dequantize(words, kept, mode=mode, group_size=group, bits=bits, dtype=mx.float32)
+        _each_weight_is(Projection(mode, bits, group, 0, 0, "uint8"), words, kept, wanted)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_every_half_is_read_as_mlx_does(dtype):
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    halves = mx.array(codes).view(dtype)
+    finite = mx.where(mx.isfinite(halves), halves, 0).reshape(1, -1)
+    _each_weight_is(
+        Projection("plain", 16, 0, 0, 0, pack.dtype_name(dtype)), finite, None, finite.astype(mx.float32)
+    )
+
+
+@pytest.mark.parametrize("value", [mx.inf, -mx.inf, mx.nan])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_infinities_and_nans_among_the_weights_stay(dtype, value):
+    kind = Projection("plain", dtype.size * 8, 0, 0, 0, pack.dtype_name(dtype))
+    row = mx.array([1.0, value, 2.0, 3.0]).astype(dtype)
+    np.testing.assert_equal(_row_alone(kind, row, None, np.ones(4, np.float32)), np.float32(value))
+
+
+def test_a_code_that_is_no_number_stays_one():
+    words = mx.array(np.full(32, 0x7F, np.uint8)).view(mx.uint32)
+    scales = mx.array([127], mx.uint8)
+    assert np.isnan(
+        _row_alone(Projection("mxfp8", 8, 32, 0, 0, "uint8"), words, scales, np.ones(32, np.float32))
+    )
+
+
+MUTATIONS = {
+    "mask": (cpu_rows, "mask = (1 << bits) - 1", "mask = (1 << bits) - 2"),
+    "shift": (cpu_rows, "_constant(32 - shift)", "_constant(31 - shift)"),
+    "plane scale": (cpu_rows, "2.0**-s", "2.0 ** -(s // 2)"),
+    "position": (
+        cpu_rows,
+        "builder.mul(n, ir.Constant(_I64, p))",
+        "builder.mul(n, ir.Constant(_I64, p ^ 1))",
+    ),
+    "group": (cpu_rows, "projection.group_size // blocks_of", "2 * projection.group_size // blocks_of"),
+    "affine bias": (cpu_rows, "total += scale(biases, g)", "total -= scale(biases, g)"),
+    "expert weight": (cpu_driver, "weights[k] * _row", "weights[0] * _row"),
+    "expert": (cpu_driver, "expert * stack[ROWS] + row", "0 * stack[ROWS] + row"),
+    "projection bias": (
+        cpu_driver,
+        "value += read_f32(stack[BIAS], at)",
+        "value -= read_f32(stack[BIAS], at)",
+    ),
+    "last rows": (cpu_driver, "(f + at_once - 1) // at_once", "f // at_once"),
+    "sums": (cpu_driver, "sums[i // stack[GROUP]] += value", "sums[i // stack[GROUP]] = value"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_fault_is_caught(container, token, stored, monkeypatch, name):
+    module, right, wrong = MUTATIONS[name]
+    text = Path(module.__file__).read_text()
+    assert text.count(right) >= 1
+    mutant = ModuleType(f"{module.__name__}_mutant")
+    monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
+    exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
+    if module is cpu_driver:
+        monkeypatch.setattr(cpu, "_numba", lambda: mutant)
+    else:
+        monkeypatch.setattr(cpu, "_row_function", mutant.row_product)
+        monkeypatch.setattr(cpu_rows, "blocks_of", mutant.blocks_of)
+    c = container(width=160, stored=stored("affine", 3, 32), down=stored("affine", 4, 32), bias=True)
+    experts = pack.read(c, activations.make("swiglu"))
+    call = token(top_k=3)
+    made = cpu.prepare(experts, mx.float32)(*call)
+    error = relative_rms(made, naive.experts_in_float32(experts, *call))
+    assert not error < 1e-3
+
+
+def test_the_driver_reads_beyond_four_gibibytes():
+    """An offset of more than 32 bits, from an address made up so that the sum hits a small array."""
+    row = np.arange(8, dtype=np.float32)
+    cols, expert = 8, 1 << 28
+    stack = np.zeros(13, np.int64)
+    function = cpu._row_function(Projection("plain", 32, 0, 0, 0, "float32"))
+    stack[cpu_driver.FUNCTION], stack[cpu_driver.ROWS] = function.address, 1
+    stack[cpu_driver.ROW_BYTES], stack[cpu_driver.BLOCKS] = cols * 4, cols
+    stack[cpu_driver.WEIGHT] = row.ctypes.data - expert * cols * 4
+    x, scratch = np.ones(8, np.float32), np.zeros(8, np.float32)
+    value = cpu_driver._row(stack, np.int32(expert), 0, x.ctypes.data, x.ctypes.data, scratch.ctypes.data)
+    assert value == row.sum()
