@@ -99,7 +99,7 @@ def _random_projection(
         module: nn.Module = plain
     else:
         quantised = QuantizedSwitchLinear(
-            storage.group_size, 1, 1, False, storage.group_size, storage.bits, storage.mode
+            8 * storage.group_size, 8, 1, False, storage.group_size, storage.bits, storage.mode
         )
         groups = (experts, rows, cols // storage.group_size)
         packed = (experts, rows, cols * storage.bits // 32)
