@@ -107,7 +107,10 @@ def _router_words(family: Family) -> str:
 
 
 def _shared_words(family: Family) -> str:
-    return family.moe.shared.combine.replace("_", " ") if family.moe.shared is not None else "none"
+    if family.moe.shared is None:
+        return "none"
+    combine = family.moe.shared.combine
+    return combine.replace("_", " ") if isinstance(combine, str) else f"by `{combine}`"
 
 
 def _layout_words(layout: Any) -> str:

@@ -113,7 +113,8 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             every = _count(rule.every, i, resolver)
             return bool(i >= resolver.value(rule.first, i) and i % every == 0)
         case rules.SparseStep():
-            excepted = view.get(rule.dense) or []
+            excepted = view.get(rule.dense)
+            excepted = rule.otherwise if excepted is None else excepted
             step = resolver.value(rule.step, i)
             return bool(step > 0 and i not in excepted and (i + 1) % step == 0)
         case rules.Periodic():

@@ -122,6 +122,9 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
     sizes = resolver.sizes(family.config, 0)
     types = expand_types(family.layer_types, view, sizes.num_layers, resolver)
     is_moe = expand_moe_layers(family.moe.layers, view, sizes.num_layers, resolver)
+    types = [
+        kind if moe else family.dense_types.get(kind, kind) for kind, moe in zip(types, is_moe, strict=True)
+    ]
     kinds = mixers(family)
     layers = []
     for i, kind in enumerate(types):
@@ -363,7 +366,8 @@ class Resolver:
         Args:
             layer_type: picks the entry where `rope_parameters` is keyed by layer type.
         """
-        if not self.value(spec.enabled, layer):
+        own_theta = self.value(spec.layer_theta, layer)
+        if not self.value(spec.enabled, layer) or own_theta == 0:
             return None
         nested = self.view.get("rope_parameters")
         nested = nested if isinstance(nested, dict) else {}
@@ -378,7 +382,7 @@ class Resolver:
         kind = params.get("rope_type") or params.get("type") or spec.type or "default"
         if not spec.scaling or (scaled is not None and layer_type not in scaled):
             kind = "default"
-        theta = _one(params.get("rope_theta"), layer)
+        theta = _one(params.get("rope_theta"), layer) if own_theta is None else own_theta
         if theta is None:
             theta = (
                 self.ref(Ref.model_validate({"from": "rope_theta"}), layer)

@@ -42,6 +42,7 @@ class SparseStep(Spec):
     kind: Literal["sparse_step"] = Field(description="(i + 1) % step == 0 and i is not excepted.")
     step: Int = Field(description="The step.")
     dense: str = Field(description="Config key with the list of excepted layers.")
+    otherwise: tuple[int, ...] = Field((), description="The excepted layers where that key is absent.")
 
 
 class Periodic(Spec):

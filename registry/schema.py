@@ -14,6 +14,19 @@ from mlx_experts.registry.layouts import LayoutsSpec
 from mlx_experts.registry.rules import LayerRule, TypeRule
 from mlx_experts.registry.values import AnyValue, Bool, Int, Num, Ref, Spec, Str
 
+if TYPE_CHECKING:
+    NormKind = Literal["rms", "layer", "layer_no_bias"]
+    RopeStyle = Literal["half", "interleaved"]
+    GateOver = Literal["element", "head"]
+    Weigh = Literal["output", "input"]
+    Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
+else:
+    NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
+    RopeStyle = Ref | Literal["half", "interleaved"]
+    GateOver = Ref | Literal["element", "head"]
+    Weigh = Ref | Literal["output", "input"]
+    Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
+
 
 class ConfigTest(Spec):
     """A declared test on config.json that tells two families with one model_type apart."""
@@ -26,9 +39,7 @@ class ConfigTest(Spec):
 class NormSpec(Spec):
     """The normalisation used by the decoder."""
 
-    kind: Literal["rms", "layer", "layer_no_bias"] = Field(
-        description="RMSNorm, LayerNorm with a bias, or LayerNorm without one."
-    )
+    kind: NormKind = Field(description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
     eps: Num | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
     offset: Literal["none", "load", "run"] = Field(
         "none",
@@ -92,16 +103,6 @@ class HeadSpec(Spec):
     normalise_columns: Bool = Field(False, description="Each column is L2-normalised while loading.")
 
 
-if TYPE_CHECKING:
-    RopeStyle = Literal["half", "interleaved"]
-    GateOver = Literal["element", "head"]
-    Weigh = Literal["output", "input"]
-else:
-    RopeStyle = Ref | Literal["half", "interleaved"]
-    GateOver = Ref | Literal["element", "head"]
-    Weigh = Ref | Literal["output", "input"]
-
-
 class RopeSpec(Spec):
     """Rotary position embedding.
 
@@ -111,6 +112,7 @@ class RopeSpec(Spec):
 
     style: RopeStyle = Field(description="Which pairs of a head rotate together.")
     theta: Num | None = Field(None, description="Base, where rope parameters do not state one.")
+    layer_theta: Num | None = Field(None, description="Base that wins over all others; 0 for no rotation.")
     partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
     dims: Int | None = Field(None, description="Rotated width; overrides the share when present.")
     scaling: bool = Field(True, description="Whether the family knows rope scaling at all.")
@@ -334,9 +336,7 @@ class ExpertsSpec(Spec):
 class SharedSpec(Spec):
     """The expert that every token passes."""
 
-    combine: Literal["sum", "mean", "sigmoid_gate", "softmax_mix"] = Field(
-        description="How its output joins the routed one."
-    )
+    combine: Combine = Field(description="How its output joins the routed one.")
     path: str = Field(description="Module path, from the MoE module (`../name` for the layer).")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated or not.")
     width: Int = Field(description="Inner width.")
@@ -349,7 +349,12 @@ class SharedSpec(Spec):
     fused: bool = Field(False, description="Gate and up are one matrix under the gate's name.")
     gate: str | None = Field(None, description="Leaf of the gate or mix projection, from the MoE module.")
     gate_bias: bool = Field(False, description="Whether that projection has a bias.")
-    enabled: Bool = Field(True, description="Whether it exists.")
+    enabled: Bool = Field(True, description="Whether it exists; without width there is none either.")
+
+    @property
+    def exists(self) -> bool:
+        """Whether a resolved section describes an expert at all."""
+        return self.enabled and self.width * self.count > 0
 
 
 class MoeSpec(Spec):
@@ -360,6 +365,7 @@ class MoeSpec(Spec):
     router: RouterSpec = Field(description="The router.")
     experts: ExpertsSpec = Field(description="The routed experts.")
     shared: SharedSpec | None = Field(description="The shared expert; null for none.")
+    output_norm: str | None = Field(None, description="Leaf of a norm on the block's output.")
 
 
 class BackboneSpec(Spec):
@@ -428,6 +434,9 @@ class Family(Spec):
     )
     variants: dict[str, dict[str, Any] | None] = Field(
         {}, description="By layer type: what differs from `attention`, or a mixer of its own; null for none."
+    )
+    dense_types: dict[str, str] = Field(
+        {}, description="Layer types that stand for others where the layer has no experts."
     )
     mlp_variants: dict[str, Literal["dense", "moe", "none"]] = Field(
         {}, description="By layer type: which MLP the layer has, where the type decides it."
