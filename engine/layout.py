@@ -182,7 +182,7 @@ class SplitOperation:
             parts = []
             for i in range(count):
                 index[axis] = slice(i, None, count)
-                parts.append(value[tuple(index)])
+                parts.append(mx.contiguous(value[tuple(index)]))
             return parts
         if self.groups == 1:
             return _slices(value, sizes, axis)
@@ -210,12 +210,12 @@ class SplitOperation:
 
 
 def _slices(value: mx.array, sizes: list[int], axis: int) -> list[mx.array]:
-    """Slices one by one, so that each part can be released without keeping the whole alive."""
+    """Copies one by one: a view would keep the whole alive, and kernels read rows without gaps."""
     parts, at = [], 0
     for size in sizes:
         index = [slice(None)] * value.ndim
         index[axis] = slice(at, at + size)
-        parts.append(value[tuple(index)])
+        parts.append(mx.contiguous(value[tuple(index)]))
         at += size
     return parts
 

@@ -243,7 +243,7 @@ def _take_stacked(tensors: Tensors, module: str) -> dict[str, mx.array]:
 
 
 def _turn(values: dict[str, mx.array], turn: bool) -> dict[str, mx.array]:
-    return {p: v.swapaxes(-1, -2) if turn and p == "weight" else v for p, v in values.items()}
+    return {p: mx.contiguous(v.swapaxes(-1, -2)) if turn and p == "weight" else v for p, v in values.items()}
 
 
 def _from_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -310,7 +310,7 @@ def _from_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tr
             put(
                 tensors,
                 stack.module(i),
-                {plane: cube.swapaxes(-1, -2) if down and layout.down_transposed else cube},
+                {plane: mx.contiguous(cube.swapaxes(-1, -2)) if down and layout.down_transposed else cube},
             )
 
 

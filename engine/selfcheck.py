@@ -25,6 +25,7 @@ from mlx_experts.engine.model import Model, ModelArgs
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.quantize import Format
 from mlx_experts.engine.trace import trace
+from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.errors import RegistryError
 from mlx_experts.registry.layouts import Stacked
 from mlx_experts.registry.resolve import resolve
@@ -34,6 +35,9 @@ from mlx_experts.registry.synthetic import tiny_config
 PROMPT, STEPS = 11, 4
 # Float32 sums in another order differ by this much; a wrong formula differs by far more.
 AGREE = 2e-4
+# Why experts may be seen on the gather path: several rows made of one token's weighted inputs, or a machine
+# without what the kernel needs.
+EXPECTED_DECLINES = frozenset({"rows", "numba"})
 
 
 @dataclass
@@ -128,7 +132,7 @@ class _Steps:
             return None
         try:
             result = step()
-        except (RegistryError, AssertionError) as error:
+        except (RegistryError, PluginProblem, AssertionError) as error:
             self.report.steps.append(Step(name, False, str(error)))
             return None
         self.report.steps.append(Step(name, True, result if isinstance(result, str) else ""))
@@ -225,6 +229,7 @@ def _fused(family: Family, config: Mapping[str, Any], report: FamilyReport) -> s
     _quantize_experts(fused)
     ids = _ids(fused, PROMPT + 1)
     results = []
+    declined: dict[str, str] = {}
     for on in (True, False):
         cache = make_prompt_cache(fused)
         for module in fused.modules():
@@ -241,7 +246,9 @@ def _fused(family: Family, config: Mapping[str, Any], report: FamilyReport) -> s
     trace.reset()
     error = _close(results[0], results[1])
     assert error < 5e-3, f"fused and gathered logits differ by {error:.1e}"
-    assert report.fused == report.moe_layers or report.reason, "an MoE layer was not seen in the trace"
+    unexpected = sorted(set(declined) - EXPECTED_DECLINES)
+    assert not unexpected, f"experts that should run fused do not: {report.reason}"
+    assert report.fused == report.moe_layers or declined, "an MoE layer was not seen in the trace"
     return f"{report.fused} of {report.moe_layers} layers, {error:.0e}"
 
 

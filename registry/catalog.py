@@ -44,10 +44,11 @@ class Catalog:
     Args:
         folders: folders with family files, searched after the bundled one; a family of the same
             name as an earlier one is an error naming both files.
+        bundled: the folder of bundled families, where it is not the installed one.
     """
 
-    def __init__(self, folders: Iterable[Path] = ()) -> None:
-        self.folders = (_bundled(), *_from_environment(), *folders)
+    def __init__(self, folders: Iterable[Path] = (), *, bundled: Path | None = None) -> None:
+        self.folders = (bundled or _bundled(), *_from_environment(), *folders)
         self._loaded: dict[str, Family] = {}
 
     @functools.cached_property

@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 
 from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.cli import (
+    bench,
     check,
     diff,
     docs,
@@ -25,6 +26,7 @@ from mlx_experts.registry.cli import (
     parity,
     schema,
     show,
+    tune,
 )
 from mlx_experts.registry.errors import RegistryError
 
@@ -43,6 +45,8 @@ for name, module in (
     ("parity", parity.parity),
     ("draft", draft.draft),
     ("diff", diff.diff),
+    ("tune", tune.tune),
+    ("bench", bench.bench),
     ("generate", generate.generate),
     ("schema", schema.schema),
     ("docs", docs.docs),

@@ -1,0 +1,201 @@
+"""Every command: help with an example, JSON, and exit codes without a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_experts.registry.cli import app, run
+
+CASES = Path(__file__).parent.parent.parent / "cases"
+CASE = str(CASES / "qwen3_moe" / "base" / "hub")
+COMMANDS = sorted(command.name or "" for command in app.registered_commands)
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, command, "--help")
+    assert code == 0
+    assert f"Example: registry {command}" in " ".join(out.split())
+    assert "--json" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_is_your_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, command, "--no-such-option")
+    assert code == 1
+    assert "--no-such-option" in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "lisst")
+    assert code == 1
+    assert "list" in err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    code, out, err = output(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_list_as_json_has_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = as_json(capsys, "list")
+    assert {"qwen3_moe", "mixtral", "gpt_oss"} <= {row["family"] for row in rows}
+
+
+def test_list_as_a_table_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "list")
+    assert code == 0
+    assert "families" in out.splitlines()[-1]
+
+
+def test_show_merges_what_is_inherited(capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, "show", "solar_open")["moe"]["router"]["score"] == "sigmoid"
+
+
+def test_show_of_an_unknown_family_names_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "show", "mixtrall")
+    assert code == 1
+    assert "mixtral" in err
+
+
+def test_schema_is_a_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = as_json(capsys, "schema")
+    assert schema["properties"]["moe"]
+    assert "anyOf" in schema["$defs"]["ActivationSpec"]
+
+
+def test_diff_says_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "diff", "qwen3_moe", "glm4_moe")
+    assert code == 0
+    assert "sigmoid" in out
+    rows = as_json(capsys, "diff", "qwen3_moe", "glm4_moe")
+    assert any(row["key"] == "moe.router.score" for row in rows)
+
+
+def test_diff_of_a_family_with_itself_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, "diff", "mixtral", "mixtral") == []
+
+
+def test_inspect_tells_everything_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = as_json(capsys, "inspect", CASE)
+    assert seen["family"] == "qwen3_moe"
+    assert seen["loadable"]
+    assert seen["fits"]
+    assert {p["rows"] for p in seen["paths"]} == {1, 2, 8, 512}
+    assert [p["path"] for p in seen["paths"] if p["rows"] == 1] == ["fused"]
+
+
+def test_inspect_refuses_a_context_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "inspect", CASE, "--context", "0")[0] == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "draft"])
+def test_a_missing_folder_is_your_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, command, "./no/such/folder")
+    assert code == 1
+    assert "no/such/folder" in err
+
+
+def test_parity_of_a_checkpoint_with_saved_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    reference = str(CASES / "qwen3_moe" / "base" / "oracle.npz")
+    result = as_json(capsys, "parity", "--checkpoint", CASE, "--reference", reference)
+    assert result["ok"]
+    assert result["logits"] < 1e-4
+
+
+def test_parity_with_mlx_lm_goes_layer_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    result = as_json(capsys, "parity", "--checkpoint", CASE)
+    assert len(result["layers"]) == 2
+    assert result["first_difference"] is None
+
+
+def test_parity_that_fails_is_a_failed_check(capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(CASES / "mixtral" / "base" / "oracle.npz")
+    code, _, err = output(capsys, "parity", "--checkpoint", CASE, "--reference", other)
+    assert code == 2
+    assert "disagree" in err
+
+
+def test_parity_with_a_file_that_is_none_is_your_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.npz").write_bytes(b"nothing")
+    code, _, err = output(capsys, "parity", "--checkpoint", CASE, "--reference", str(tmp_path / "x.npz"))
+    assert code == 1
+    assert "input_ids" in err
+
+
+def test_parity_of_nothing_is_your_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "parity")[0] == 1
+
+
+def test_parity_of_a_family_keeps_every_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = as_json(capsys, "parity", "qwen3_moe")
+    assert all(row["ok"] for row in rows)
+    assert {row["path"] for row in rows} == {"fused", "gather"}
+
+
+def test_check_of_one_family_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = as_json(capsys, "check", "mixtral")
+    assert result["families"][0]["fused"] == result["families"][0]["moe_layers"] > 0
+
+
+def test_check_that_fails_exits_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "odd_moe.yaml").write_text(
+        "family: odd_moe\nextends: mixtral\nmodel_types: [odd_moe]\narchitectures: []\nreference: a test\n"
+        "moe: {router: {select: no_such_selection}}\n"
+    )
+    code, _, err = output(capsys, "check", "odd_moe", "--families", str(tmp_path))
+    assert code == 2
+    assert "odd_moe" in err
+    assert "no_such_selection" in err
+
+
+def test_check_of_an_unknown_family_is_your_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "check", "mixtrall")[0] == 1
+
+
+def test_draft_writes_a_file_that_passes_the_fast_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = output(capsys, "draft", CASE, "--output", str(tmp_path))
+    assert code == 0, err
+    assert "qwen3_moe_draft.yaml" in out
+    code, _, err = output(capsys, "check", "--fast", "qwen3_moe_draft", "--families", str(tmp_path))
+    assert code == 0, err
+    assert output(capsys, "draft", CASE, "--output", str(tmp_path))[0] == 1
+
+
+def test_docs_outside_the_repository_are_your_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert output(capsys, "docs", "--root", str(tmp_path))[0] == 1
+
+
+def test_a_bug_of_ours_leaves_a_report_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlx_experts.registry.catalog import Catalog
+
+    def broken(self: Catalog) -> list[str]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Catalog, "entries", property(broken))
+    code, _, err = output(capsys, "list")
+    assert code == 3
+    assert "planted" in err
+    report = Path(err.split("with the file ")[1].strip())
+    assert "ZeroDivisionError" in report.read_text()
+    report.unlink()
