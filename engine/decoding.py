@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -57,7 +58,7 @@ def _greedy(model: nn.Module, prompt: mx.array, tokens: int) -> tuple[list[int],
         ids.append(token)
         logits.append(scores)
     mx.eval(ids)
-    return [int(i.item()) for i in ids], logits, (time.perf_counter() - start) / tokens
+    return [cast(int, i.item()) for i in ids], logits, (time.perf_counter() - start) / tokens
 
 
 def compare_decoding(model: nn.Module, prompt: mx.array, *, tokens: int = 64, rounds: int = 5) -> Decoding:
@@ -89,7 +90,7 @@ def compare_decoding(model: nn.Module, prompt: mx.array, *, tokens: int = 64, ro
     gap = None
     if agree < len(pairs):
         f, g = pairs[agree]
-        gap = float((fused_logits[agree][f] - fused_logits[agree][g]).item())
+        gap = cast(float, (fused_logits[agree][f] - fused_logits[agree][g]).item())
     return Decoding(
         gather_tokens_per_second=1 / median(seconds[False]),
         fused_tokens_per_second=1 / median(seconds[True]),

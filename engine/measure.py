@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
+from importlib.metadata import version
 from statistics import median, quantiles
-from typing import Literal
+from typing import Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,7 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 from mlx_experts.engine import activations, gates
 from mlx_experts.engine.dispatch import current_device
-from mlx_experts.engine.kernels import FusedRun, fused_kernel, gather, naive, pack
+from mlx_experts.engine.kernels import fused_kernel, gather, naive, pack
 from mlx_experts.engine.kernels.facts import Activation, Decline, Format
 from mlx_experts.engine.policy import Policy
 from mlx_experts.engine.tune import Timing
@@ -36,6 +37,7 @@ SAMPLE_SECONDS = 0.02
 _TOKENS = 16
 
 Baseline = Literal["gather", "mlx-lm"]
+Path = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def random_layer(
     return Layer(container, activation, tokens, total // count * top_k)
 
 
-def _fused(layer: Layer, dtype: mx.Dtype) -> FusedRun:
+def _fused(layer: Layer, dtype: mx.Dtype) -> Path:
     """The kernel, whatever the settings say; a Decline becomes an error that names the rule."""
     device = current_device()
     experts = pack.read(layer.container, layer.activation)
@@ -184,7 +186,7 @@ def _fused(layer: Layer, dtype: mx.Dtype) -> FusedRun:
         kernel = fused_kernel(device)
         prepared = kernel.unavailable() or kernel.prepare(experts, x.dtype)
         if not isinstance(prepared, Decline):
-            return prepared
+            return cast(Path, prepared)  # nothing is transformed here, so no call is declined
         verdict = prepared
     raise SettingError(
         "No fused kernel takes this call.", where=verdict.rule, expected=verdict.wanted, found=verdict.got,
@@ -192,7 +194,7 @@ def _fused(layer: Layer, dtype: mx.Dtype) -> FusedRun:
     )  # fmt: skip
 
 
-def _baseline(layer: Layer, baseline: Baseline) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+def _baseline(layer: Layer, baseline: Baseline) -> Path:
     def gathered(x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         return gather.experts(layer.container, layer.activation, x, indices, weights)
 
@@ -205,7 +207,8 @@ def _baseline(layer: Layer, baseline: Baseline) -> Callable[[mx.array, mx.array,
 def relative_rms(value: mx.array, truth: mx.array) -> float:
     """``|value - truth| / |truth|`` in root mean squares."""
     wide = truth.astype(mx.float32)
-    return float(mx.sqrt(mx.square(value.astype(mx.float32) - wide).mean() / mx.square(wide).mean()).item())
+    error = mx.square(value.astype(mx.float32) - wide).mean()
+    return cast(float, mx.sqrt(error / mx.square(wide).mean()).item())
 
 
 def interleaved(
@@ -225,7 +228,7 @@ def interleaved(
 class _Batch:
     """Calls of one path that are timed as one sample; the first one finds out how many fill it."""
 
-    def __init__(self, path: FusedRun, tokens: list[tuple[mx.array, mx.array, mx.array]]) -> None:
+    def __init__(self, path: Path, tokens: list[tuple[mx.array, mx.array, mx.array]]) -> None:
         self._path, self._tokens = path, tokens
         mx.eval(path(*tokens[0]))
         start = time.perf_counter()
@@ -331,4 +334,4 @@ def about() -> dict[str, str]:
     device = current_device()
     name = mx.device_info(mx.cpu if device == "cpu" else mx.gpu)["device_name"]
     cores = f", {len(os.sched_getaffinity(0))} cores" if device == "cpu" and sys.platform == "linux" else ""
-    return {"device": f"{name}{cores} ({device})", "mlx": mx.__version__, "date": date.today().isoformat()}
+    return {"device": f"{name}{cores} ({device})", "mlx": version("mlx"), "date": date.today().isoformat()}

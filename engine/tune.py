@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def entry_key(device: Device) -> str:
     """What an entry is filed under."""
     kind = mx.cpu if device == "cpu" else mx.gpu
     name = mx.device_info(kind)["device_name"]
-    return f"{device} | {name} | mlx {mx.__version__} | kernels {kernel_hash()}"
+    return f"{device} | {name} | mlx {version('mlx')} | kernels {kernel_hash()}"
 
 
 def save(device: Device, timings: Sequence[Timing]) -> TunedBound:

@@ -218,7 +218,7 @@ def prepare(experts: PackedExperts, dtype: mx.Dtype) -> FusedExperts | Decline:
     arrays = [a for s in experts.stacks() for a in s.arrays()]
     if not _evaluated(*arrays):
         return _TRANSFORMED  # the weights themselves are being differentiated
-    if not all(memoryview(a).c_contiguous for a in arrays):
+    if not all(memoryview(a).c_contiguous for a in arrays):  # type: ignore[arg-type]
         return Decline(
             "contiguous",
             "weights without gaps",
