@@ -52,7 +52,7 @@ class Indexer(nn.Module):
 
     def __init__(self, spec: DsaOptions, width: int, rope: RopePlan | None) -> None:
         super().__init__()
-        assert spec.q_rank is not None
+        assert spec.q_rank
         self.heads, self.dim = spec.index_heads, spec.index_dim
         self.wq_b = nn.Linear(spec.q_rank, self.heads * self.dim, bias=False)
         self.wk = nn.Linear(width, self.dim, bias=False)
@@ -108,7 +108,7 @@ class SparseAttention(LatentAttention):
         super().__init__(layer, plan)
         assert isinstance(layer.mixer, PluginMixerSpec)
         self._dsa = spec = read_options(DsaOptions, layer.mixer.options, "sparse attention")
-        if spec.q_rank is None:
+        if not spec.q_rank:
             raise ConfigError("an indexer needs a latent width of queries", where="config.json")
         self._shared = shares_selection(spec, layer.index)
         if self._shared and layer.index == 0:

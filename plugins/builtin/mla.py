@@ -31,7 +31,7 @@ from mlx_experts.registry.values import Bool, Int, Num, Spec
 class MlaOptions(Spec):
     """Options of latent attention."""
 
-    q_rank: Int | None = Field(description="Latent width of queries; null for one full projection.")
+    q_rank: Int | None = Field(description="Latent width of queries; null or 0 for one full projection.")
     kv_rank: Int = Field(description="Latent width of keys and values.")
     nope_dim: Int = Field(description="Width of a query and key head that is not rotated.")
     rope_dim: Int = Field(description="Width of a query and key head that is rotated.")
@@ -67,7 +67,7 @@ class LatentAttention(Mixer):
         self._spec = spec = read_options(self.options_kind(), layer.mixer.options, "latent attention")
         for name in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
             width = getattr(spec, name)
-            if width is not None and width <= 0:
+            if width is not None and (width < 0 or (width == 0 and name != "q_rank")):
                 raise ConfigError(
                     f"the {name} of latent attention must be positive", where="config.json", found=str(width)
                 )
@@ -83,7 +83,7 @@ class LatentAttention(Mixer):
 
     def _build(self, spec: MlaOptions) -> None:
         width, q_width = self.width, self.heads * (spec.nope_dim + spec.rope_dim)
-        if spec.q_rank is None:
+        if not spec.q_rank:
             self.q_proj = nn.Linear(width, q_width, bias=False)
         else:
             self.q_a_proj = nn.Linear(width, spec.q_rank, bias=spec.bias)
@@ -103,14 +103,14 @@ class LatentAttention(Mixer):
 
     def query_latent(self, x: mx.array) -> mx.array:
         """What queries are made of: the normed latent [B, L, q_rank], or ``x`` where there is none."""
-        return x if self._spec.q_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+        return x if not self._spec.q_rank else self.q_a_layernorm(self.q_a_proj(x))
 
     def queries(self, latent: mx.array, offset: Any) -> tuple[mx.array, mx.array]:
         """Queries without and with position, [B, h, L, n] and [B, h, L, r], the latter rotated."""
         spec, (B, L, _) = self._spec, latent.shape
-        q = self.q_proj(latent) if spec.q_rank is None else self.q_b_proj(latent)
+        q = self.q_b_proj(latent) if spec.q_rank else self.q_proj(latent)
         q = q.reshape(B, L, self.heads, -1).swapaxes(1, 2)
-        if spec.scale_q and spec.q_rank is not None:
+        if spec.scale_q and spec.q_rank:
             q = q * (self.width / spec.q_rank) ** 0.5
         if spec.temperature is not None and spec.temperature.enabled:
             q = q * query_temperature(spec.temperature, offset, L, q.dtype)
