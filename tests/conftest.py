@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 # Every run tries the same few examples; `pytest --hypothesis-profile long` goes looking for new ones.
 settings.register_profile("quick", max_examples=100, deadline=None, derandomize=True)
-settings.register_profile("long", max_examples=50_000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("long", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("quick")
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
