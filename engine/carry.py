@@ -100,6 +100,7 @@ class Carrier:
         for op in self.ops:
             result.original |= op.forward(result.tensors, self.tree)
         self._carry_all_experts(result)
+        self._drop_unused(result)
         self._tied_head(result, compare_values)
         self._fill_lacking(result)
         self._normalise_head(result.tensors)
@@ -157,6 +158,16 @@ class Carrier:
             if match and int(match[1]) >= self.tree.num_layers:
                 return f"{self.layers}.{{layer}} past the last layer"
         return None
+
+    def _drop_unused(self, result: Carried) -> None:
+        """Drop declared modules from layers that the plan built without them."""
+        for rule in self.spec.drop_unused:
+            pattern = _pattern(rule)
+            for name in list(result.tensors):
+                module = name.rpartition(".")[0]
+                if pattern.fullmatch(module) and f"{module}.weight" not in self.tree.shapes:
+                    del result.tensors[name]
+                    result.dropped[f"{rule} where a layer has none"] += 1
 
     def _tied_head(self, result: Carried, compare: bool) -> None:
         """Drop a redundant copy of a tied head, and refuse one that differs."""

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_experts.engine.attention import Attention
 from mlx_experts.engine.carry import Carried, Carrier
+from mlx_experts.engine.layer_inputs import SHARED, LayerInputs
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.mlp import MLP, activation_of
 from mlx_experts.engine.modules import find, make_norm, place
@@ -33,13 +34,18 @@ def make_mixer(layer: LayerPlan, plan: Plan) -> Mixer | None:
     return mixer
 
 
+def layer_path(layer: LayerPlan, plan: Plan) -> str:
+    """Module path of a decoder layer."""
+    names = plan.family.names
+    wrapper = f"{names.wrapper}." if names.wrapper else ""
+    return f"{wrapper}{names.root}.{names.layers}.{layer.index}"
+
+
 def make_mlp(layer: LayerPlan, plan: Plan, fused: bool | None) -> nn.Module | None:
     """The MLP of a layer: experts, a dense MLP, or None."""
     if layer.mlp == "moe":
-        names = plan.family.names
-        wrapper = f"{names.wrapper}." if names.wrapper else ""
         assert layer.moe is not None
-        return MoE(layer, f"{wrapper}{names.root}.{names.layers}.{layer.index}.{layer.moe.path}", fused)
+        return MoE(layer, f"{layer_path(layer, plan)}.{layer.moe.path}", fused)
     if layer.mlp == "dense":
         dense = layer.dense
         assert dense is not None
@@ -140,6 +146,10 @@ class Decoder(nn.Module):
         else:
             embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         place(self, names.embed, embedding)
+        extra = plan.embedding.layer_inputs
+        self._layer_inputs = LayerInputs(plan) if extra is not None and extra.width else None
+        if self._layer_inputs is not None:
+            self._layer_inputs.build(self)
         kind = plan.family.block.kind
         make = DecoderLayer if kind == "standard" else pieces().block(kind)
         place(self, names.layers, [make(layer, plan, fused) for layer in plan.layers])
@@ -165,6 +175,8 @@ class Decoder(nn.Module):
             h = find(self, self._names.embed)(inputs)
         if self._multiplier != 1.0:
             h = h * mx.array(self._multiplier, h.dtype)
+        if self._layer_inputs is not None:
+            state.shared[SHARED] = self._layer_inputs(self, inputs, h)
         for layer, cache in zip(self.layer_list, caches, strict=True):
             h = layer(h, state, cache)
         return h if self._names.norm is None else find(self, self._names.norm)(h)

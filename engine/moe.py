@@ -107,10 +107,14 @@ class MoE(nn.Module):
             return y
         return self._join(x, y, (shared or find(self, self._shared.path))(x))
 
-    def routed(self, x: mx.array) -> mx.array:
-        """The weighted sum of the picked experts."""
+    def routed(self, x: mx.array, router_input: mx.array | None = None) -> mx.array:
+        """The weighted sum of the picked experts.
+
+        Args:
+            router_input: what the router reads, where it is not ``x``.
+        """
         spec = self._spec.experts
-        indices, weights = self._router(self, x)
+        indices, weights = self._router(self, x if router_input is None else router_input)
         identity = None
         if spec.zero_experts:
             zero = indices >= self._experts

@@ -8,6 +8,7 @@ MODULES: tuple[str, ...] = (
     "mamba2",
     "mla",
     "normed_residual",
+    "parallel_moe",
     "short_conv",
     "shortcut",
     "sparsemixer",

@@ -1,0 +1,150 @@
+"""Decoder layers whose experts run beside a dense MLP, with inputs of their own and an output scale.
+
+The module tree of such a layer has the router and the experts at its top, beside `mlp` and `self_attn`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from pydantic import Field
+
+from mlx_experts.engine.activations import apply
+from mlx_experts.engine.attention import Attention
+from mlx_experts.engine.layer_inputs import SHARED
+from mlx_experts.engine.mlp import MLP, activation_of
+from mlx_experts.engine.model import layer_path, make_mixer
+from mlx_experts.engine.modules import find, make_norm, place
+from mlx_experts.engine.moe import MoE
+from mlx_experts.engine.options import read_options
+from mlx_experts.engine.state import ForwardState
+from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.resolve import LayerPlan, Plan
+from mlx_experts.registry.values import Bool, Spec
+
+
+class ParallelMoeOptions(Spec):
+    """Options of a layer with experts beside a dense MLP."""
+
+    double_wide: Bool = Field(
+        False, description="The MLP has twice its width where a layer reuses keys and values."
+    )
+    direction: Literal["causal"] = Field("causal", description="Tokens see what is before them.")
+    dense_norm: str = Field(description="Norm after the MLP, in layers with experts.")
+    expert_pre_norm: str = Field(description="Norm before the experts.")
+    expert_norm: str = Field(description="Norm after the experts.")
+
+
+class Frame(nn.Module):
+    """What layers with and without experts share; `feed` tells them apart.
+
+    Described in transformers' ``models/gemma4/modeling_gemma4.py`` (Gemma4TextDecoderLayer).
+    """
+
+    def frame(self, layer: LayerPlan, plan: Plan) -> ParallelMoeOptions:
+        """Build everything but the experts."""
+        options = read_options(ParallelMoeOptions, layer.options, "a layer with parallel experts")
+        width, block = layer.sizes.hidden_size, plan.family.block
+        assert layer.mixer is not None
+        self._block, self._index, self._mixer_path = block, layer.index, layer.mixer.path
+        mixer = make_mixer(layer, plan)
+        place(self, self._mixer_path, mixer)
+        dense = layer.moe.shared if layer.moe is not None else layer.dense
+        assert dense is not None
+        inner = dense.width if dense.width is not None else layer.sizes.dense_width or 0
+        if options.double_wide and isinstance(mixer, Attention) and mixer.reuses_kv:
+            inner *= 2
+        self.mlp = MLP(width, inner, activation_of(dense.activation), bias=dense.bias, names=dense.names)
+        for name in (block.pre_mixer, block.post_mixer, block.pre_mlp, block.post_mlp):
+            self._norm(name, layer, plan)
+        self.layer_scalar = mx.ones((1,))
+        own = plan.embedding.layer_inputs.width if plan.embedding.layer_inputs is not None else 0
+        self._own_input = own > 0
+        if self._own_input:
+            self._activation = activation_of(dense.activation, glu=False)
+            self.per_layer_input_gate = nn.Linear(width, own, bias=False)
+            self.per_layer_projection = nn.Linear(own, width, bias=False)
+            self.post_per_layer_input_norm = make_norm(plan.norm, width, layer.sizes.norm_eps)
+        return options
+
+    def _norm(self, name: str | None, layer: LayerPlan, plan: Plan) -> None:
+        if name is not None:
+            place(self, name, make_norm(plan.norm, layer.sizes.hidden_size, layer.sizes.norm_eps))
+
+    def _normed(self, name: str | None, x: mx.array) -> mx.array:
+        return x if name is None else find(self, name)(x)
+
+    def feed(self, x: mx.array) -> mx.array:
+        """The MLP branch [B, L, D], before its last norm."""
+        return self.mlp(self._normed(self._block.pre_mlp, x))
+
+    def step(self, x: mx.array, state: ForwardState, cache: Any) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D]."""
+        block = self._block
+        mixed = find(self, self._mixer_path)(self._normed(block.pre_mixer, x), state, cache)
+        x = x + self._normed(block.post_mixer, mixed)
+        x = x + self._normed(block.post_mlp, self.feed(x))
+        if self._own_input:
+            gate = apply(self._activation, None, self.per_layer_input_gate(x))
+            own = self.per_layer_projection(gate * state.shared[SHARED][:, :, self._index])
+            x = x + self.post_per_layer_input_norm(own)
+        return x * self.layer_scalar
+
+    def make_cache(self) -> Any:
+        """The mixer's cache, or None where it reads another layer's."""
+        return find(self, self._mixer_path).make_cache()
+
+
+class DenseLayer(Frame):
+    """A layer without experts."""
+
+    def __init__(self, layer: LayerPlan, plan: Plan) -> None:
+        super().__init__()
+        self.frame(layer, plan)
+
+    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
+        return self.step(x, state, cache)
+
+
+class ExpertLayer(MoE, Frame):
+    """A layer with experts, which is itself the MoE block because their leaves stand at its top.
+
+    Args:
+        layer: the layer's plan; the block's options are :class:`ParallelMoeOptions`.
+        plan: the model's plan.
+        fused: True or False to force or forbid the fused path; None for the policy.
+    """
+
+    def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
+        assert layer.moe is not None
+        super().__init__(layer, f"{layer_path(layer, plan)}.{layer.moe.experts.path}", fused)
+        self._options = self.frame(layer, plan)
+        for name in (self._options.dense_norm, self._options.expert_pre_norm, self._options.expert_norm):
+            self._norm(name, layer, plan)
+
+    def feed(self, x: mx.array) -> mx.array:
+        """Both branches [B, L, D]; the router reads what no norm has touched."""
+        options = self._options
+        dense = self._normed(options.dense_norm, super().feed(x))
+        routed = self.routed(self._normed(options.expert_pre_norm, x), x)
+        return dense + self._normed(options.expert_norm, routed)
+
+    def __call__(  # type: ignore[override]
+        self, x: mx.array, state: ForwardState, cache: Any = None
+    ) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
+        return self.step(x, state, cache)
+
+
+def make_layer(layer: LayerPlan, plan: Plan, fused: bool | None) -> Frame:
+    """The layer that a plan describes."""
+    return ExpertLayer(layer, plan, fused) if layer.moe is not None else DenseLayer(layer, plan)
+
+
+@hookimpl
+def offer_blocks() -> dict[str, Any]:
+    """The decoder layer `parallel_moe`."""
+    return {"parallel_moe": make_layer}
