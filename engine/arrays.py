@@ -67,6 +67,15 @@ def load_arrays(
     return {name: arrays[name] for name in checkpoint.tensors}
 
 
+def placeholder(info: TensorInfo) -> mx.array:
+    """A lazy array of the shape and dtype that ``load_arrays`` gives a tensor, never to be evaluated.
+
+    Raises:
+        CheckpointError: the dtype has no form in MLX.
+    """
+    return mx.zeros(_shape(info), dtype=_dtype(info))
+
+
 def stored_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
     """Dtypes on disk of the arrays that ``load_arrays`` gives, spelled as in safetensors."""
     return {name: "U8" if info.dtype == "F4" else info.dtype for name, info in checkpoint.tensors.items()}
@@ -92,14 +101,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _load_file(file: str, infos: list[TensorInfo]) -> dict[str, mx.array]:
-    unknown = next((info for info in infos if info.dtype not in _MLX_DTYPES | _OWN_DTYPES), None)
-    if unknown is not None:
-        raise CheckpointError(
-            "A tensor's dtype has no form in MLX.",
-            where=f"{file}: {unknown.name}",
-            expected=", ".join(_MLX_DTYPES | _OWN_DTYPES),
-            found=unknown.dtype,
-        )
+    wanted = {info.name: _dtype(info) for info in infos}
     header = _check_unchanged(file, infos)
     if any(info.dtype in _OWN_DTYPES for info in header.tensors.values()):
         return _read_file(file, infos)
@@ -111,7 +113,7 @@ def _load_file(file: str, infos: list[TensorInfo]) -> dict[str, mx.array]:
     assert isinstance(loaded, dict)
     for info in infos:
         array = loaded.get(info.name)
-        if array is None or tuple(array.shape) != info.shape or array.dtype != _MLX_DTYPES[info.dtype]:
+        if array is None or tuple(array.shape) != info.shape or array.dtype != wanted[info.name]:
             found = "no such tensor" if array is None else f"{array.dtype} {array.shape}"
             raise CheckpointError(
                 "A tensor is not what its header says.",
@@ -145,17 +147,32 @@ def _array(raw: bytes, info: TensorInfo) -> mx.array:
         # A value beyond float32 becomes infinite, as in any cast.
         with np.errstate(over="ignore"):
             return mx.array(np.frombuffer(raw, np.float64).reshape(info.shape).astype(np.float32))
-    shape = info.shape
-    if info.dtype == "F4":
-        if not shape or shape[-1] % 2:
-            raise CheckpointError(
-                "A row of half bytes ends inside a byte.",
-                where=f"{info.file}: {info.name}",
-                found=str([*shape]),
-            )
-        shape = (*shape[:-1], shape[-1] // 2)
-    dtype = _MLX_DTYPES.get(info.dtype, mx.uint8)
-    return mx.array(np.frombuffer(raw, np.uint8)).view(dtype).reshape(shape)
+    shape = _shape(info)
+    return mx.array(np.frombuffer(raw, np.uint8)).view(_dtype(info)).reshape(shape)
+
+
+def _dtype(info: TensorInfo) -> mx.Dtype:
+    known = _MLX_DTYPES | _OWN_DTYPES
+    if info.dtype not in known:
+        raise CheckpointError(
+            "A tensor's dtype has no form in MLX.",
+            where=f"{info.file}: {info.name}",
+            expected=", ".join(known),
+            found=info.dtype,
+        )
+    return known[info.dtype]
+
+
+def _shape(info: TensorInfo) -> tuple[int, ...]:
+    if info.dtype != "F4":
+        return info.shape
+    if not info.shape or info.shape[-1] % 2:
+        raise CheckpointError(
+            "A row of half bytes ends inside a byte.",
+            where=f"{info.file}: {info.name}",
+            found=str([*info.shape]),
+        )
+    return (*info.shape[:-1], info.shape[-1] // 2)
 
 
 def _check_unchanged(file: str, infos: Iterable[TensorInfo]) -> Header:

@@ -54,6 +54,7 @@ def decode_encodings(
     config: Mapping[str, Any],
     dtypes: Mapping[str, str] | None = None,
     dense: mx.Dtype = mx.bfloat16,
+    values: bool = True,
 ) -> Decoded:
     """Decode what the config's quantisation says is encoded, lazily.
 
@@ -62,6 +63,7 @@ def decode_encodings(
         config: the checkpoint's config.
         dtypes: dtypes on disk where the arrays do not show them, spelled as in safetensors.
         dense: dtype of weights that MLX has no packed form for.
+        values: whether the arrays hold values; without, only their shapes and dtypes are looked at.
 
     Raises:
         QuantizationError: an encoding is not supported, incomplete, or its shapes do not fit.
@@ -73,7 +75,7 @@ def decode_encodings(
     shapes = {
         name: arrays[name]
         for name in shape_tensors(arrays)
-        if arrays[name].size and mx.issubdtype(arrays[name].dtype, mx.integer)
+        if values and arrays[name].size and mx.issubdtype(arrays[name].dtype, mx.integer)
     }
     mx.eval(list(shapes.values()))
     widths = {name: int(np.array(array).flat[-1]) for name, array in shapes.items()}
@@ -84,15 +86,17 @@ def decode_encodings(
         del weights[name]
     for how in plan.modules:
         planes = {role: weights.pop(name) for role, name in how.sources.items()}
-        decoded = _decode(planes, how, dense)
+        decoded = _decode(planes, how, dense, values)
         for name in how.result:
             weights[name] = decoded["weight" if how.encoding == "fp8" else name.rpartition(".")[2]]
     return Decoded(weights, plan.entry, list(plan.notices))
 
 
-def _decode(planes: Mapping[str, mx.array], how: Encoded, dense: mx.Dtype) -> dict[str, mx.array]:
+def _decode(
+    planes: Mapping[str, mx.array], how: Encoded, dense: mx.Dtype, values: bool
+) -> dict[str, mx.array]:
     if how.encoding == "fp8":
         return decode_fp8(planes, how, dense)
     if how.encoding == "integers":
         return repack_integers(planes, how)
-    return repack_microscaled(planes, how)
+    return repack_microscaled(planes, how, values)

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_experts.engine import gates, policy, tune
 from mlx_experts.engine.account import collapse
+from mlx_experts.engine.arrays import placeholder, stored_dtypes
 from mlx_experts.engine.dispatch import current_device
 from mlx_experts.engine.encodings import decode_encodings
 from mlx_experts.engine.families import catalog
@@ -30,27 +31,10 @@ from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.quantize import Reader, quantize_modules, settings
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import QuantizationError, TensorError
-from mlx_experts.registry.headers import TensorInfo
 from mlx_experts.registry.resolve import resolve
 from mlx_experts.registry.schema import Family
 
 ROWS = (1, 2, 8, 512)
-# As loading represents them: eight-bit floats are bytes.
-_DTYPES = {
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "I8": mx.int8,
-    "U16": mx.uint16,
-    "I16": mx.int16,
-    "U32": mx.uint32,
-    "I32": mx.int32,
-    "U64": mx.uint64,
-    "I64": mx.int64,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "F32": mx.float32,
-    "F64": mx.float32,
-}
 
 
 @dataclass
@@ -186,16 +170,11 @@ def _idle_parameters(model: Model, tree: Mapping[str, tuple[int, ...]]) -> int:
     return idle
 
 
-def placeholder(info: TensorInfo) -> mx.array:
-    """A lazy array of a tensor's shape and type, which is never evaluated."""
-    return mx.zeros(info.shape, dtype=_DTYPES.get(info.dtype, mx.uint8))
-
-
 def _carry(model: Model, checkpoint: Checkpoint, result: Inspection) -> dict[str, mx.array] | None:
     """The checkpoint's tensors as lazy placeholders in the module tree; problems are recorded."""
     lazy = {name: placeholder(info) for name, info in checkpoint.tensors.items()}
     try:
-        decoded = decode_encodings(lazy, checkpoint.config)
+        decoded = decode_encodings(lazy, checkpoint.config, stored_dtypes(checkpoint), values=False)
         carried = model.carry(decoded.weights, compare_values=False)
         entry = decoded.quantization or settings(checkpoint.config)
         reader = Reader(entry, model.carrier.module_path)

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine.load import load_checkpoint
+from mlx_experts.engine.inspection import inspect_checkpoint
+from mlx_experts.engine.load import load_checkpoint, parameter_bytes
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import QuantizationError
 
@@ -142,13 +143,17 @@ def encoded(method: str) -> tuple[Planes, Planes]:
 def test_an_encoded_checkpoint_gives_the_logits_of_its_values(method, tmp_path):
     stored, values = encoded(method)
     tokens = mx.array([[5, 17, 80, 3, 41, 9]])
-    model, config, report = load_checkpoint(save(tmp_path / "encoded", stored, METHODS[method][1]))
+    checkpoint = save(tmp_path / "encoded", stored, METHODS[method][1])
+    model, config, report = load_checkpoint(checkpoint)
     found = np.array(model(tokens))
     truth = np.array(load_checkpoint(save(tmp_path / "plain", values))[0](tokens))
     assert np.abs(found - truth).max() <= 1e-4 * np.abs(truth).max()
     assert "quantization_config" not in config
     packed = [path for path, form in report.formats.items() if "switch_mlp" in path]
     assert len(packed) == (0 if method == "fp8" else 3 * LAYERS)
+    foretold = inspect_checkpoint(checkpoint)
+    assert foretold.problems == foretold.unclaimed == foretold.missing == foretold.misshapen == []
+    assert foretold.weight_bytes == parameter_bytes(model)
 
 
 def test_a_lone_fp8_tensor_leaves_no_half_loaded_model(tmp_path):
