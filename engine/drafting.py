@@ -15,12 +15,13 @@ import yaml
 from pydantic import ValidationError
 
 from mlx_experts.engine.inspection import Inspection, inspect_checkpoint
-from mlx_experts.registry.catalog import Catalog, merge
+from mlx_experts.registry.catalog import HEADER_KEYS, Catalog, merge
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.config import ConfigView
 from mlx_experts.registry.errors import ConfigError, RegistryError, UnknownFamilyError
 from mlx_experts.registry.schema import Family
 from mlx_experts.registry.synthetic import config_keys
+from mlx_experts.registry.yaml_lines import read_yaml
 
 # Config keys under which families state a size, most telling first.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -117,7 +118,8 @@ def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str
             found=best[4] if best else "no families",
             hint="write a family file from the start: docs/add-a-family.md",
         )
-    _, base, change, seen, why = best
+    _, nearest, change, seen, why = best
+    base, change = _one_level(nearest, change, catalog)
     architectures = config.get("architectures") or []
     data = {
         "family": name,
@@ -134,8 +136,18 @@ def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str
         )
     if why:
         draft.questions.append(why)
-    draft.questions += _questions(catalog.load(base), config, seen)
+    draft.questions += _questions(_candidate(nearest, change, catalog), config, seen)
     return draft
+
+
+def _one_level(nearest: str, change: dict[str, Any], catalog: Catalog) -> tuple[str, dict[str, Any]]:
+    """A base that extends nothing, and what the draft states on top of it."""
+    own, _ = read_yaml(catalog.path(nearest))
+    root = own.get("extends")
+    if root is None:
+        return nearest, change
+    kept = {k: v for k, v in own.items() if k not in (*HEADER_KEYS, "extends", "reference", "notes")}
+    return str(root), merge(kept, change)
 
 
 def _name(config: dict[str, Any], catalog: Catalog) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from mlx_experts.engine.quantize import Format, Reader, quantize_modules, settin
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.resolve import resolve
+from mlx_experts.registry.schema import Family
 
 Progress = Callable[[int, int, str], None]
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -52,7 +53,7 @@ def load_checkpoint(
     dtype: str | None = None,
     model_config: Mapping[str, Any] | None = None,
     families: tuple[Path, ...] = (),
-    family: str | None = None,
+    family: Family | str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Model, dict[str, Any], LoadReport]:
     """Build the model of a checkpoint and fill every parameter.
@@ -65,7 +66,7 @@ def load_checkpoint(
             narrow products are many times slower, and the checkpoint's own elsewhere.
         model_config: entries that replace those of config.json.
         families: further folders with family files.
-        family: use this family whatever the config says.
+        family: use this family, or the one of this name, whatever the config says.
         progress: called with (shards read, shards in all, file name).
 
     Returns:
@@ -77,7 +78,9 @@ def load_checkpoint(
     compute_dtype(dtype)
     config = {**checkpoint.config, **(model_config or {})}
     known = catalog(*families)
-    plan = resolve(known.load(family) if family else known.for_config(config), config)
+    if isinstance(family, str):
+        family = known.load(family)
+    plan = resolve(family or known.for_config(config), config)
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = Model(args)
     report = LoadReport(plan.family.family, list(checkpoint.notices))

@@ -17,6 +17,7 @@ from mlx_experts.engine.model import Model
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import CheckpointError
 from mlx_experts.registry.hub import resolve_path
+from mlx_experts.registry.schema import Family
 
 
 def load_model(
@@ -27,7 +28,7 @@ def load_model(
     dtype: str | None = None,
     model_config: Mapping[str, Any] | None = None,
     families: tuple[Path, ...] = (),
-    family: str | None = None,
+    family: Family | str | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[Model, dict[str, Any]]:
@@ -40,7 +41,7 @@ def load_model(
         dtype: compute dtype; None for float32 on the CPU and the checkpoint's own elsewhere.
         model_config: entries that replace those of config.json.
         families: further folders with family files.
-        family: use this family whatever the config says.
+        family: use this family, or the one of this name, whatever the config says.
         revision: a branch, tag or commit of the repository.
         progress: called with (shards read, shards in all, file name).
 

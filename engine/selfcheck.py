@@ -109,7 +109,7 @@ def check_family(family: Family) -> FamilyReport:
     for index in (None, *range(len(family.layouts.experts))):
         label = "tree" if index is None else family.layouts.experts[index].kind
         steps.run(f"layout {label}", lambda i=index: _layout_round_trip(family, config, model, i))
-    steps.run("save and load", lambda: _files_round_trip(model, config))
+    steps.run("save and load", lambda: _files_round_trip(family, model, config))
     steps.run("decode", lambda: _decodes(model))
     steps.run("batch", lambda: _batches(model))
     steps.run("prompt cache", lambda: _prompt_cache(model))
@@ -170,10 +170,10 @@ def _layout_round_trip(family: Family, config: Mapping[str, Any], model: Model, 
     return f"{len(disk)} tensors"
 
 
-def _files_round_trip(model: Model, config: Mapping[str, Any]) -> str:
+def _files_round_trip(family: Family, model: Model, config: Mapping[str, Any]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, model, config)
-        loaded, _ = load_model(folder, dtype="float32")
+        loaded, _ = load_model(folder, dtype="float32", family=family)
         for name, value in _parameters(model).items():
             got = dict(_parameters(loaded))[name]
             assert _close(got, value) < 1e-6, f"{name} changed by saving and loading"

@@ -24,7 +24,7 @@ from mlx_experts.registry.yaml_lines import Lines, read_yaml
 
 FAMILIES_VARIABLE = "MLX_EXPERTS_FAMILIES"
 _MIXER: TypeAdapter[Any] = TypeAdapter(MixerSpec)
-_HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_key")
+HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_key")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Catalog:
                 expected="one level of `extends`",
                 hint=f"extend '{base['extends']}' and repeat what '{base_name}' changes",
             )
-        for key in _HEADER_KEYS[1:4]:
+        for key in HEADER_KEYS[1:4]:
             base.pop(key, None)
         base.pop("notes", None)
         return merge(base, data), {**base_lines, **lines}, path
@@ -277,7 +277,7 @@ def _read_entry(path: Path) -> Entry:
     head: list[str] = []
     for line in text.splitlines():
         top = line[:1] not in ("", " ", "#", "-") and ":" in line
-        if top and line.split(":", 1)[0] not in (*_HEADER_KEYS, "extends", "reference"):
+        if top and line.split(":", 1)[0] not in (*HEADER_KEYS, "extends", "reference"):
             break
         head.append(line)
     try:

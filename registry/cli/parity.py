@@ -137,9 +137,9 @@ def _print(result: Any) -> None:
         print(f"cached decoding differs by {result.decode:.1e}")
     if result.layers:
         print_table("", ("layer", "difference"), [(i, f"{e:.1e}") for i, e in enumerate(result.layers)])
-    if result.first_difference is None:
+    if result.first_difference is None and result.tokens:
         print(f"all {result.tokens} greedy tokens are equal")
-    else:
+    elif result.first_difference is not None:
         print(
             f"greedy tokens differ first at step {result.first_difference}; the reference prefers its own by "
             f"{result.logit_gap:.3g} logits"

@@ -1,0 +1,64 @@
+"""The walk in docs/add-a-family.md, command by command, on a family that nothing knows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import birch
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "add-a-family.md"
+BLOCK = re.compile(r"```(console|yaml)\n(.*?)```", re.S)
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the unknown checkpoint, its tokenizer and the original's answers."""
+    demo = ROOT / "api" / "demo"
+    vocabulary = 2048
+    birch.make(tmp_path / "mystery", vocabulary)
+    for file in demo.glob("token*"):
+        shutil.copy(file, tmp_path / "mystery")
+    return tmp_path
+
+
+def run(command: str, folder: Path) -> str:
+    registry = Path(sys.executable).parent / "registry"
+    command = command.replace("registry", str(registry), 1) if command.startswith("registry") else command
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def test_every_command_on_the_page_does_what_the_page_shows(folder: Path) -> None:
+    for kind, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        if kind == "yaml":
+            (folder / "my_families" / "birch_moe.yaml").write_text(text)
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+            command, *expected = part.strip().splitlines()
+            output = squeezed(run(command, folder))
+            for line in expected:
+                assert squeezed(line) in output, f"{command}\n{output}"
+
+
+def test_the_new_family_matches_the_original(folder: Path) -> None:
+    families = folder / "my_families"
+    families.mkdir()
+    yaml = next(text for kind, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind == "yaml")
+    (families / "birch_moe.yaml").write_text(yaml)
+    from mlx_experts.engine.parity import against_arrays
+
+    result = against_arrays(folder / "mystery", folder / "answers.npz", (families,))
+    assert result.logits < 1e-5
