@@ -236,8 +236,7 @@ class Resolver:
 
     def ref(self, ref: Ref, layer: int) -> Any:
         """The value a reference stands for at a layer."""
-        asked = ref.where is None or self.view.get(ref.where) is True
-        for key in ref.keys if asked else ():
+        for key in ref.keys:
             value = self.view.get(key.replace("{layer}", str(layer)), ref.outer)
             if value is None:
                 continue
@@ -268,7 +267,7 @@ class Resolver:
 
     def _mapped(self, ref: Ref, key: str, value: Any, layer: int) -> Any:
         if ref.present is not None:
-            return ref.present
+            return self.value(ref.present, layer)
         if ref.times is not None and isinstance(value, int | float) and not isinstance(value, bool):
             return value * ref.times
         if ref.map is None:

@@ -61,10 +61,11 @@ class Ref(Spec):
     map: dict[str | bool | int, Any] | None = Field(
         None, description="Config values to words or further references; a value not listed is refused."
     )
-    present: Any = Field(None, description="What any value that is present stands for, where this is stated.")
+    present: Any = Field(
+        None, description="What any value that is present stands for (a value or a reference), where stated."
+    )
     per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
     length: bool = Field(False, description="A list or a string stands for the number of its entries.")
-    where: str | None = Field(None, description="The keys are read only where this config key is true.")
     outer: bool = Field(False, description="The top level wins over nested text settings, not they over it.")
 
     @model_validator(mode="before")

@@ -120,3 +120,33 @@ def test_rope_parameters_of_a_config_without_any_are_not_mixed_with_stated_ones(
     stated = rope({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     assert stated.params == {"rope_type": "yarn", "factor": 4.0}
     assert rope({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}).type == "default"
+
+
+def test_key_may_name_the_layer() -> None:
+    stated = {"keys": ["layers.{layer}.width", "width"]}
+    assert read({"layers": {"1": {"width": 8}, "0": {"width": 4}}, "width": 2}, **stated) == 8
+    assert read({"layers": {"0": {"width": 4}}, "width": 2}, **stated) == 2
+
+
+def test_presence_may_lead_to_another_reference() -> None:
+    stated = {"keys": "layers", "present": {"from": "width"}, "default": {"from": "wide"}}
+    assert read({"layers": {}, "width": 2, "wide": 4}, **stated) == 2
+    assert read({"width": 2, "wide": 4}, **stated) == 4
+
+
+def test_length_of_a_list_or_a_string_may_be_a_size() -> None:
+    stated = {"keys": ["types", "pattern", "count"], "length": True}
+    assert read({"types": ["a", "b"], "pattern": "abc"}, **stated) == 2
+    assert read({"pattern": "abc", "count": 9}, **stated) == 3
+    assert read({"count": 9}, **stated) == 9
+
+
+def test_letters_may_be_words_in_a_list() -> None:
+    rule = {"kind": "letters", "key": "types", "map": {"mamba": "recurrent", "attention": "full"}}
+    assert types({"types": ["mamba", "attention"]}, 2, rule) == ["recurrent", "full"]
+
+
+def test_all_layers_or_none_may_have_experts() -> None:
+    rule = {"kind": "all", "enabled": {"from": "use_experts", "default": False}}
+    assert moe_layers({"use_experts": True}, 2, rule) == [True, True]
+    assert moe_layers({}, 2, rule) == [False, False]

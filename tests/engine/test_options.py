@@ -1,0 +1,36 @@
+"""Options of plugins' pieces."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field
+
+from mlx_experts.engine.options import read_options
+from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.values import Int, Spec
+
+
+class Options(Spec):
+    kernel: Int = Field(description="Width.")
+
+
+def test_options_become_an_instance() -> None:
+    assert read_options(Options, {"kernel": 4}, "a mixer").kernel == 4
+
+
+def test_unknown_option_is_named_with_the_known_ones() -> None:
+    with pytest.raises(SpecError, match="unknown key 'kernle'") as caught:
+        read_options(Options, {"kernle": 4}, "a mixer")
+    assert caught.value.expected == "one of kernel"
+
+
+def test_missing_option_names_its_key() -> None:
+    with pytest.raises(SpecError, match="a mixer") as caught:
+        read_options(Options, {}, "a mixer")
+    assert caught.value.where == "options.kernel"
+
+
+def test_option_of_the_wrong_type_shows_its_value() -> None:
+    with pytest.raises(SpecError) as caught:
+        read_options(Options, {"kernel": "four"}, "a mixer")
+    assert caught.value.found == "'four'"
