@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+
 from mlx_experts.plugins.builtin import lightning
 from mlx_experts.plugins.builtin.lightning import decayed_attention, head_rates
 
