@@ -49,8 +49,9 @@ def offer_mixers() -> Offers:  # type: ignore[empty-body]
 def offer_blocks() -> Offers:  # type: ignore[empty-body]
     """Decoder layers by the `block.kind` that family files name.
 
-    A builder is called as ``builder(layer=LayerPlan, plan=Plan, make=LayerParts)`` and returns a module
-    with ``__call__(x, state, cache)`` and ``make_cache()``.
+    A builder is called as ``builder(layer, plan, fused)``, a LayerPlan, the Plan and what an MoE block is
+    to be told about the fused path, and returns a module with ``__call__(x, state, cache)`` and
+    ``make_cache()``.
     """
 
 
