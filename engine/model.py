@@ -83,12 +83,14 @@ class DecoderLayer(nn.Module):
             self._mlp_path = section.path
             place(self, section.path, mlp)
         shared = layer.moe.shared if layer.moe is not None else None
-        if shared is not None and shared.enabled and shared.path.startswith("../"):
+        if shared is not None and shared.exists and shared.path.startswith("../"):
             self._shared_path = shared.path.removeprefix("../")
             place(self, self._shared_path, make_shared(shared, sizes.hidden_size))
+        output_norm = layer.moe.output_norm if layer.moe is not None else None
+        self._output_norm = f"{self._mlp_path}.{output_norm}" if output_norm is not None else None
         norms = [block.pre_mixer, block.post_mixer] if mixer is not None else []
         norms += [block.pre_mlp, block.post_mlp] if mlp is not None and not block.parallel else []
-        for name in dict.fromkeys(norms):
+        for name in dict.fromkeys([*norms, self._output_norm]):
             if name is not None:
                 place(self, name, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
 
@@ -117,9 +119,8 @@ class DecoderLayer(nn.Module):
 
     def _feed(self, x: mx.array) -> mx.array:
         mlp = find(self, self._mlp_path or "")
-        if self._shared_path is not None:
-            return mlp(x, find(self, self._shared_path))
-        return mlp(x)
+        y = mlp(x, find(self, self._shared_path)) if self._shared_path is not None else mlp(x)
+        return self._norm(self._output_norm, y)
 
     def make_cache(self) -> Any:
         """The mixer's cache, or None."""
@@ -165,21 +166,26 @@ class Decoder(nn.Module):
     def __call__(
         self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
     ) -> mx.array:
-        """Token ids ``[B, L]`` to hidden states ``[B, L, D]``; ``caches`` has one entry a layer."""
+        """Token ids ``[B, L]`` to hidden states ``[B, L, D]``; ``caches`` as :meth:`make_caches` gives."""
         state = ForwardState(inputs)
         if input_embeddings is not None:
             h = input_embeddings
         elif self._custom_embedding:
-            h = find(self, self._names.embed)(inputs, state)
+            h = find(self, self._names.embed)(inputs, state, caches[0])
         else:
             h = find(self, self._names.embed)(inputs)
         if self._multiplier != 1.0:
             h = h * mx.array(self._multiplier, h.dtype)
         if self._layer_inputs is not None:
             state.shared[SHARED] = self._layer_inputs(self, inputs, h)
-        for layer, cache in zip(self.layer_list, caches, strict=True):
+        for layer, cache in zip(self.layer_list, caches[1:], strict=True):
             h = layer(h, state, cache)
         return h if self._names.norm is None else find(self, self._names.norm)(h)
+
+    def make_caches(self) -> list[Any]:
+        """A fresh cache, or None, for the embedding and then for each layer."""
+        embedding = find(self, self._names.embed).make_cache() if self._custom_embedding else None
+        return [embedding, *(layer.make_cache() for layer in self.layer_list)]
 
 
 @dataclass
@@ -228,7 +234,7 @@ class Model(nn.Module):
             place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
         self._carrier = Carrier(plan, shapes)
-        caches = [layer.make_cache() is not None for layer in self.layers]
+        caches = [cache is not None for cache in self.decoder.make_caches()]
         self._cache_of = [sum(caches[:i]) if has else None for i, has in enumerate(caches)]
 
     @property
@@ -272,8 +278,8 @@ class Model(nn.Module):
         return logits
 
     def make_cache(self) -> list[Any]:
-        """One cache for each layer that keeps anything, as mlx-lm's prompt caches are."""
-        return [c for c in (layer.make_cache() for layer in self.layers) if c is not None]
+        """The caches of the embedding and the layers that keep anything, as mlx-lm's prompt caches are."""
+        return [cache for cache in self.decoder.make_caches() if cache is not None]
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Carry a checkpoint's tensors to this model's parameter names."""

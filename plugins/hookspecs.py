@@ -86,7 +86,8 @@ def offer_kernels() -> Offers:  # type: ignore[empty-body]
 def offer_embeddings() -> Offers:  # type: ignore[empty-body]
     """Token embeddings by the `embedding.kind` that family files name.
 
-    Called as ``builder(plan=Plan)``; returns a module with ``__call__(inputs, state)``.
+    Called as ``builder(plan=Plan)``; returns a module with ``__call__(inputs, state, cache)``,
+    ``make_cache()``, which may return None, and ``as_linear(h)`` where a head may be tied to it.
     """
 
 

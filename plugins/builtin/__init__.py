@@ -7,6 +7,7 @@ MODULES: tuple[str, ...] = (
     "lightning",
     "mamba2",
     "mla",
+    "ngram_embedding",
     "normed_residual",
     "parallel_moe",
     "short_conv",

@@ -218,7 +218,10 @@ def remember(cache: Any, latent: mx.array, k_rope: mx.array) -> tuple[mx.array, 
     held = cache.update_and_fetch(latent, k_rope)
     if not isinstance(cache, QuantizedKVCache):
         return held
-    latents, keys = (mx.dequantize(*planes, group_size=cache.group_size, bits=cache.bits) for planes in held)
+    latents, keys = (
+        mx.dequantize(packed, scales, biases, group_size=cache.group_size, bits=cache.bits)
+        for packed, scales, biases in held
+    )
     return latents, keys
 
 

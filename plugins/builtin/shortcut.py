@@ -73,14 +73,14 @@ class ShortcutLayer(nn.Module):
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D]; ``cache`` holds one cache for each half."""
         mixers, mlps, pre_mixer, pre_mlp, experts = (find(self, path) for path in self._paths)
-        routed = None
+        shortcut: mx.array | float = 0.0
         for half in range(_HALVES):
             x = x + mixers[half](pre_mixer[half](x), state, cache[half] if cache is not None else None)
             normed = pre_mlp[half](x)
-            if routed is None:
-                routed = experts(normed)
+            if half == 0:
+                shortcut = experts(normed)
             x = x + mlps[half](normed)
-        return x + routed
+        return x + shortcut
 
     def make_cache(self) -> CacheList:
         """The caches of both halves."""
