@@ -14,6 +14,7 @@ import numpy as np
 
 from mlx_experts.engine.fp8 import decode_fp8
 from mlx_experts.engine.packed import repack_integers, repack_microscaled
+from mlx_experts.engine.transposed import repack_transposed
 from mlx_experts.registry.encoding_kinds import Encoded, Plane
 from mlx_experts.registry.encodings import plan_encodings, shape_tensors
 
@@ -99,4 +100,6 @@ def _decode(
         return decode_fp8(planes, how, dense)
     if how.encoding == "integers":
         return repack_integers(planes, how)
+    if how.encoding in ("awq", "gptq"):
+        return repack_transposed(planes, how, values)
     return repack_microscaled(planes, how, values)

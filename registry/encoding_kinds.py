@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from mlx_experts.registry.errors import QuantizationError
 from mlx_experts.registry.quant_methods import MX_ENTRIES, Declared, mlx_group_size
 
-Encoding = Literal["fp8", "integers", "mxfp4", "mxfp8", "nvfp4"]
+Encoding = Literal["awq", "fp8", "gptq", "integers", "mxfp4", "mxfp8", "nvfp4"]
 Shape = tuple[int, ...]
 Block = tuple[int, int]
 
@@ -69,7 +69,7 @@ class Parts:
     Args:
         stem: name that an unpacked weight gets: `<module>.weight`, or a stack's own name.
         sources: tensor names by role: weight, scale, and where there are such, global_scale,
-            inverse_global_scale (divides), zero_point, shape.
+            inverse_global_scale (divides), zero_point, shape, order.
         tensors: the tensors by role.
     """
 
@@ -107,6 +107,7 @@ class Encoded:
         repeat: how often a stored scale is repeated along rows and columns to give the result's.
         block: rows and columns of values that share an fp8 scale; None for a scale that broadcasts.
         scale_shape: shape in which an fp8 scale broadcasts against the weight.
+        zero_offset: what is to be added to stored zero points.
         agrees: whether the config declares it so.
     """
 
@@ -120,7 +121,13 @@ class Encoded:
     repeat: Block = (1, 1)
     block: Block | None = None
     scale_shape: Shape = ()
+    zero_offset: int = 0
     agrees: bool = True
+
+    @property
+    def mode(self) -> str:
+        """MLX's mode of the result; of no meaning where it is unpacked."""
+        return "affine" if self.encoding in ("awq", "gptq", "integers") else self.encoding
 
 
 def read_parts(parts: Parts, declared: Declared, width: int | None, dense: str) -> Encoded:

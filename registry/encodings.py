@@ -25,6 +25,7 @@ from mlx_experts.registry.encoding_kinds import (
     read_parts,
     refuse,
 )
+from mlx_experts.registry.encoding_transposed import read_transposed
 from mlx_experts.registry.quant_methods import Declared, read_declared
 from mlx_experts.registry.shards import listed
 
@@ -46,6 +47,8 @@ _COMPANIONS = {
     "_scale": "scale",
     "_shape": "shape",
 }
+# What AWQ and GPTQ call a module's planes.
+_TRANSPOSED = {"qweight": "qweight", "zero_point": "qzeros", "scale": "scales", "order": "g_idx"}
 # Only a quantiser writes these; the other endings may be a parameter of the model.
 _CERTAIN = ("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_packed")
 # Scales of activations and of the KV cache: nothing here quantises either.
@@ -106,8 +109,11 @@ def plan_encodings(
     declared = read_declared(quantization)
     modules = []
     for stem, roles in sorted(_companions(tensors).items()):
-        parts = _parts(stem, roles, tensors)
-        if parts is not None:
+        if "qweight" in roles:
+            roles["weight"] = roles.pop("qweight")
+            parts = Parts(stem, roles, {role: tensors[name] for role, name in roles.items()})
+            modules.append(read_transposed(parts, declared))
+        elif (parts := _parts(stem, roles, tensors)) is not None:
             width = (widths or {}).get(parts.sources.get("shape", ""))
             modules.append(read_parts(parts, declared, width, dense))
     gone = {name for module in modules for name in module.sources.values()}
@@ -137,6 +143,10 @@ def _companions(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
         stem = f"{name.removesuffix('.scale')}.weight"
         if name.endswith(".scale") and stem in names and "scale" not in found[stem]:
             found[stem]["scale"] = name
+        if name.endswith(".qweight"):
+            module = name.removesuffix(".qweight")
+            there = {role: f"{module}.{plane}" for role, plane in _TRANSPOSED.items()}
+            found[f"{module}.weight"].update((role, each) for role, each in there.items() if each in names)
     return found
 
 
@@ -211,13 +221,7 @@ def _check_collisions(modules: Iterable[Encoded], left: set[str]) -> None:
 def _entry(modules: list[Encoded], declared: Declared, left: set[str]) -> dict[str, Any] | None:
     """MLX's entry: the commonest packing as the default, every other module by its path."""
     kinds = {
-        module.module: (
-            module.group_size,
-            module.bits,
-            "affine" if module.encoding == "integers" else module.encoding,
-        )
-        for module in modules
-        if module.bits
+        module.module: (module.group_size, module.bits, module.mode) for module in modules if module.bits
     }
     if not kinds:
         packed = declared.method == "mlx" or any(name.endswith(".scales") for name in left)

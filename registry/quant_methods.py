@@ -44,7 +44,7 @@ _MODELOPT_ALGORITHMS = {
     "MXFP8": "mxfp8",
     "MIXED_PRECISION": None,
 }
-_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4", "mxfp8")
+_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Declared:
         block: rows and columns that share an fp8 scale.
         power_of_two: the fp8 scales are powers of two.
         integers: the (bits, group size) pairs of packed integers; group size 0 is the whole row.
+        zero_offset: what is to be added to stored zero points.
     """
 
     method: str
@@ -64,6 +65,7 @@ class Declared:
     block: tuple[int, int] | None = None
     power_of_two: bool = False
     integers: tuple[tuple[int, int], ...] = ()
+    zero_offset: int = 0
 
 
 def read_declared(entry: Mapping[str, Any] | None) -> Declared:
@@ -89,6 +91,8 @@ def read_declared(entry: Mapping[str, Any] | None) -> Declared:
         return Declared("fbgemm_fp8")
     if method in ("mxfp4", "mxfp8"):
         return Declared(method, dict(MX_ENTRIES[method]))
+    if method in ("awq", "gptq"):
+        return _transposed(method, entry)
     if method == "compressed-tensors":
         return _compressed(entry)
     if method == "modelopt":
@@ -100,6 +104,25 @@ def read_declared(entry: Mapping[str, Any] | None) -> Declared:
         found=short(method),
         hint="Convert the original checkpoint with `mlx_lm.convert`, or take an export in one of these.",
     )
+
+
+def _transposed(method: str, entry: Mapping[str, Any]) -> Declared:
+    """AutoAWQ's and GPTQ's entries; the tensors' arrangement has a name in each."""
+    key, known = ("version", ("gemm",)) if method == "awq" else ("checkpoint_format", ("gptq", "gptq_v2"))
+    arrangement = entry.get(key) or known[0]
+    if not isinstance(arrangement, str) or arrangement.lower() not in known:
+        raise QuantizationError(
+            f"The checkpoint's {method} arrangement is not supported.",
+            where=f"{_WHERE}.{key}",
+            expected=", ".join(known),
+            found=short(arrangement),
+        )
+    pair = (
+        _whole(entry.get("bits", 4), "bits"),
+        max(_whole(entry.get("group_size", 128), "group_size", -1), 0),
+    )
+    # The first GPTQ format stores zero points less one.
+    return Declared(method, integers=(pair,), zero_offset=1 if arrangement.lower() == "gptq" else 0)
 
 
 def _compressed(entry: Mapping[str, Any]) -> Declared:

@@ -250,6 +250,62 @@ def test_int8_weights_become_affine_planes(zero):
     np.testing.assert_allclose(unpacked(decoded, GATE), expected * scale, atol=1e-4)
 
 
+def turned(values: np.ndarray, zero: np.ndarray, bits: int, offset: int) -> dict[str, np.ndarray]:
+    """GPTQ's planes of values [C, R] and zero points [G, R]."""
+    return {
+        f"{GATE}.qweight": words(values.T, bits).T.view(np.int32).copy(),
+        f"{GATE}.qzeros": words(zero - offset, bits).view(np.int32),
+    }
+
+
+@pytest.mark.parametrize(("bits", "version", "offset"), [(4, None, 1), (4, "gptq_v2", 0), (8, "gptq", 1)])
+@pytest.mark.parametrize("group", [32, 192])
+def test_gptq_is_turned_round(bits, version, offset, group):
+    values, zero = RNG.integers(0, 1 << bits, (192, 16)), RNG.integers(1, 1 << bits, (192 // group, 16))
+    scale = scales(192 // group, 16)
+    tensors = turned(values, zero, bits, offset)
+    tensors |= {f"{GATE}.scales": scale, f"{GATE}.g_idx": np.arange(192, dtype=np.int32) // group}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group if group < 192 else -1}
+    decoded = decode(tensors, config if version is None else {**config, "checkpoint_format": version})
+    assert decoded.notices == []
+    expected = (values - np.repeat(zero, group, 0)) * np.repeat(scale, group, 0)
+    np.testing.assert_allclose(unpacked(decoded, GATE), expected.T, atol=2e-4)
+    assert sorted(decoded.weights) == [f"{GATE}.biases", f"{GATE}.scales", f"{GATE}.weight"]
+
+
+def test_gptq_groups_out_of_order_are_refused():
+    tensors = turned(RNG.integers(0, 16, (64, 16)), RNG.integers(1, 16, (2, 16)), 4, 1)
+    tensors |= {f"{GATE}.scales": scales(2, 16), f"{GATE}.g_idx": np.arange(64, dtype=np.int32) % 2}
+    assert refused(tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32}).where == f"{GATE}.g_idx"
+
+
+def awq_words(values: np.ndarray) -> np.ndarray:
+    """AWQ's words: of every eight neighbours the even ones first."""
+    order = values.reshape(values.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    return words(order.reshape(values.shape), 4).view(np.int32)
+
+
+def test_awq_is_turned_round_and_put_in_order():
+    values, zero, scale = RNG.integers(0, 16, (128, 24)), RNG.integers(0, 16, (2, 24)), scales(2, 24)
+    tensors = {
+        f"{GATE}.qweight": awq_words(values),
+        f"{GATE}.qzeros": awq_words(zero),
+        f"{GATE}.scales": scale,
+    }
+    decoded = decode(tensors, {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 64})
+    assert decoded.quantization == {"group_size": 64, "bits": 4, "mode": "affine"}
+    expected = (values - np.repeat(zero, 64, 0)) * np.repeat(scale, 64, 0)
+    np.testing.assert_allclose(unpacked(decoded, GATE), expected.T, atol=2e-5)
+
+
+@pytest.mark.parametrize("lost", ["qzeros", "scales"])
+def test_a_turned_weight_without_a_companion_is_refused(lost):
+    tensors = turned(RNG.integers(0, 16, (64, 16)), RNG.integers(1, 16, (2, 16)), 4, 1)
+    tensors[f"{GATE}.scales"] = scales(2, 16)
+    del tensors[f"{GATE}.{lost}"]
+    assert refused(tensors, {"quant_method": "gptq"}).where == f"{GATE}.qweight"
+
+
 def test_mxfp4_blocks_of_a_stack_become_planes():
     blocks, exponents = RNG.integers(0, 256, (3, 4, 2, 16)), RNG.integers(118, 130, (3, 4, 2))
     tensors = {
@@ -507,7 +563,8 @@ JUNK = st.recursive(
 ENTRIES = st.fixed_dictionaries(
     {},
     optional={
-        "quant_method": st.sampled_from(["fp8", "compressed-tensors", "modelopt", "mxfp4", "awq"]) | JUNK,
+        "quant_method": st.sampled_from(["fp8", "compressed-tensors", "modelopt", "mxfp4", "awq", "gptq"])
+        | JUNK,
         "format": st.sampled_from(["pack-quantized", "mixed-precision", "marlin-24"]) | JUNK,
         "config_groups": st.dictionaries(
             st.text(max_size=2),
@@ -542,7 +599,7 @@ ENTRIES = st.fixed_dictionaries(
 SHAPES = st.lists(st.integers(0, 40), max_size=4).map(tuple)
 ENDINGS = (
     "_blocks _scales _scale_inv .scale .scales .weight .weight_scale .weight_scale_inv .weight_scale_2"
-    " .weight_packed .weight_shape .weight_global_scale .weight_zero_point"
+    " .weight_packed .weight_shape .weight_global_scale .weight_zero_point .qweight .qzeros .g_idx"
 )
 NAMES = st.sampled_from(["a", *(f"a{ending}" for ending in ENDINGS.split())])
 DTYPES = st.sampled_from(

@@ -30,6 +30,15 @@ def test_fp8_declares_its_blocks():
     assert read_declared({"quant_method": "fp8", "activation_scheme": "static"}) == Declared("fp8")
 
 
+def test_awq_and_gptq_declare_their_integers_and_their_arrangement():
+    assert read_declared({"quant_method": "gptq", "bits": 8, "group_size": -1}) == Declared(
+        "gptq", integers=((8, 0),), zero_offset=1
+    )
+    assert read_declared({"quant_method": "awq", "version": "GEMM"}) == Declared("awq", integers=((4, 128),))
+    assert refused({"quant_method": "awq", "version": "gemv"}).found == "'gemv'"
+    assert refused({"quant_method": "gptq", "checkpoint_format": "marlin"}).found == "'marlin'"
+
+
 def test_compressed_tensors_declares_each_group_of_integers():
     weights = [
         {"num_bits": 4, "group_size": 32, "type": "int"},
@@ -62,7 +71,7 @@ def test_formats_that_mlx_has_declare_its_entry(entry, mode):
     assert declared["mode"] == mode
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "hqq", "", 4, ["fp8"]])
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "aqlm", "", 4, ["fp8"]])
 def test_other_methods_are_refused_by_name(method):
     error = refused({"quant_method": method})
     assert error.where.endswith("quant_method")
