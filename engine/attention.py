@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.modules import ZeroCentredRMSNorm, place
 from mlx_experts.engine.rope import Rope
+from mlx_experts.engine.shard import Group, ShardedRMSNorm, share_of, spread_columns, spread_rows
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
@@ -152,7 +153,10 @@ class Attention(Mixer):
             q = q * query_temperature(spec.temperature, offset, L, q.dtype)
         if not self.reuses_kv:
             k, v = self._turned(k, self.kv_heads, self._leaves[1], offset), self._values(v)
-            mask = state.attention_mask(x, cache, self.window)
+            if spec.chunk:
+                mask = state.chunked_mask(x, cache, spec.chunk)
+            else:
+                mask = state.attention_mask(x, cache, self.window)
             if cache is not None:
                 k, v = cache.update_and_fetch(k, v)
             if spec.reuse_kv_last:
@@ -180,6 +184,27 @@ class Attention(Mixer):
             return out * factor
         heads = out.reshape(*out.shape[:-1], self.heads, self.v_head_dim)
         return (heads * factor[..., None]).flatten(-2)
+
+    def shard(self, group: Group) -> None:
+        """Keep this rank's heads, and what belongs to each of them."""
+        spec, names = self._spec, self._spec.names
+        heads = share_of(self.heads, group, "query heads")
+        kv_heads = share_of(self.kv_heads, group, "key-value heads")
+        if names.qkv is not None:
+            q_width, k_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            spread_rows(self, names.qkv, group, segments=[q_width, q_width + k_width])
+        for path in (names.q, names.k, names.v):
+            if path in self:
+                spread_rows(self, path, group)
+        if self._gated and spec.gate is not None and spec.gate.path is not None:
+            spread_rows(self, spec.gate.path, group)
+        spread_columns(self, names.o, group)
+        for leaf in self._leaves:
+            if leaf in self and spec.qk_norm is not None and spec.qk_norm.over == "full":
+                self[leaf] = ShardedRMSNorm(self[leaf], group)
+        if spec.sinks is not None and spec.sinks_enabled:
+            self[spec.sinks] = self[spec.sinks][group.rank() * heads : (group.rank() + 1) * heads]
+        self.heads, self.kv_heads = heads, kv_heads
 
     def make_cache(self) -> Any:
         """A cache for this layer, or None where it reads another's."""

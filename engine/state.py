@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
+from mlx_lm.models.cache import BatchKVCache
 
 
 class ForwardState:
@@ -33,8 +34,33 @@ class ForwardState:
             self._masks[key] = create_attention_mask(x, cache, window_size=window, return_array=as_array)
         return self._masks[key]
 
+    def chunked_mask(self, x: mx.array, cache: Any, chunk: int) -> mx.array:
+        """A causal mask ``[.., L, keys]`` that hides tokens of earlier chunks of ``chunk`` tokens.
+
+        Chunks are counted from a sequence's first real token, so rows of a padded batch have their own.
+        """
+        key = (type(cache), "chunk", chunk)
+        if key not in self._masks:
+            length = x.shape[1]
+            offset = cache.offset if cache is not None else 0
+            padding = cache.left_padding if isinstance(cache, BatchKVCache) else 0
+            queries = _column(offset) + mx.arange(length)
+            causal = create_attention_mask(x, cache, return_array=True)
+            count = length + int(offset) if causal is None else causal.shape[-1]
+            keys = mx.arange(count) - _column(padding)
+            same = queries[..., :, None] // chunk == keys[..., None, :] // chunk
+            if same.ndim == 3:
+                same = same[:, None]
+            self._masks[key] = same if causal is None else same & causal
+        return self._masks[key]
+
     def recurrent_mask(self, x: mx.array, cache: Any) -> Any:
         """Which positions of a padded batch are real, for recurrent mixers; None when all are."""
         if "recurrent" not in self._masks:
             self._masks["recurrent"] = create_ssm_mask(x, cache)
         return self._masks["recurrent"]
+
+
+def _column(value: Any) -> Any:
+    """Offsets of a batch as a column, a plain number as it is."""
+    return value[:, None] if isinstance(value, mx.array) and value.ndim else value
