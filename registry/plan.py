@@ -1,0 +1,96 @@
+"""A plan: one model with every reference read and every layer listed, which the engine builds from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlx_experts.registry.config import ConfigView
+from mlx_experts.registry.schema import (
+    DenseSpec,
+    EmbeddingSpec,
+    Family,
+    GqaSpec,
+    HeadSpec,
+    MoeSpec,
+    NormSpec,
+    PluginMixerSpec,
+)
+
+
+@dataclass(frozen=True)
+class RopePlan:
+    """Rotary parameters of one layer.
+
+    Args:
+        style: which pairs rotate together.
+        theta: base of the frequencies.
+        type: rope type, `default` for none.
+        partial: rotated share of the head; `dims` overrides it.
+        params: parameters of the rope type, as config.json names them.
+        max_positions: longest context, or None.
+    """
+
+    style: Literal["half", "interleaved"]
+    theta: float
+    type: str
+    partial: float
+    dims: int | None
+    params: dict[str, Any]
+    max_positions: int | None
+
+    def width(self, head_dim: int) -> int:
+        """Rotated width of a head."""
+        return self.dims if self.dims is not None else int(head_dim * self.partial)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one layer, all known."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dense_width: int | None
+    norm_eps: float
+    max_positions: int | None
+    num_experts: int
+    top_k: int
+    expert_width: int
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One decoder layer: its type, its mixer and its MLP."""
+
+    index: int
+    type: str
+    sizes: Sizes
+    mixer: GqaSpec | PluginMixerSpec | None
+    rope: RopePlan | None
+    mlp: Literal["moe", "dense", "none"]
+    moe: MoeSpec | None
+    dense: DenseSpec | None
+    residual_multiplier: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole model, ready to build."""
+
+    family: Family
+    sizes: Sizes
+    norm: NormSpec
+    embedding: EmbeddingSpec
+    head: HeadSpec
+    layers: tuple[LayerPlan, ...]
+    config: ConfigView
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Indices of the layers with experts."""
+        return [layer.index for layer in self.layers if layer.mlp == "moe"]
