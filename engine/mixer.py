@@ -26,3 +26,6 @@ class Mixer(nn.Module):
     def make_cache(self) -> Any:
         """A fresh cache, or None when the mixer keeps nothing."""
         raise NotImplementedError
+
+    def shard(self, group: mx.distributed.Group) -> None:
+        """Keep this rank's share; a mixer that says nothing else stays whole on every rank."""

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx_experts.engine import activations
 from mlx_experts.engine.kernels.facts import Activation
 from mlx_experts.engine.modules import find, place
+from mlx_experts.engine.shard import Group, spread_columns, spread_rows
 from mlx_experts.registry.schema import ActivationSpec
 
 
@@ -63,3 +64,13 @@ class MLP(nn.Module):
             if self._activation.gated:
                 gate = find(self, gate_name)(x)
         return find(self, down_name)(activations.apply(self._activation, gate, up))
+
+    def shard(self, group: Group) -> None:
+        """Keep this rank's share of the inner width."""
+        gate, up, down = self._names
+        if self._fused:
+            spread_rows(self, gate, group, segments=2)
+        else:
+            for path in (gate, up) if self._activation.gated else (up,):
+                spread_rows(self, path, group)
+        spread_columns(self, down, group)

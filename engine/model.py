@@ -289,6 +289,18 @@ class Model(nn.Module):
         """As :meth:`sanitize`, with the account of what was dropped."""
         return self._carrier.load(weights, compare_values=compare_values)
 
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Spread the model over the ranks of a group; before the first forward pass and any adapter.
+
+        Raises:
+            SettingError: heads, widths or quantisation groups cannot be divided by the ranks.
+        """
+        group = group or mx.distributed.init()
+        if group.size() > 1:
+            for module in list(self.modules()):
+                if isinstance(module, Mixer | MLP | MoE):
+                    module.shard(group)
+
     @property
     def quant_predicate(self) -> Any:
         """Routers keep eight bits at conversion; everything else follows the default."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import sum_gradients
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_experts.engine.dispatch import ExpertDispatch
@@ -17,6 +18,7 @@ from mlx_experts.engine.kernels.facts import Activation, Device, ExpertFacts
 from mlx_experts.engine.mlp import MLP, activation_of
 from mlx_experts.engine.modules import find, place
 from mlx_experts.engine.router import Router
+from mlx_experts.engine.shard import Group, spread_experts
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan
 from mlx_experts.registry.schema import SharedSpec
@@ -55,8 +57,9 @@ class MoE(nn.Module):
             place(self, self._latent.down, nn.Linear(dims, inner, bias=self._latent.bias))
             place(self, self._latent.up, nn.Linear(inner, dims, bias=self._latent.bias))
         self._dispatch = ExpertDispatch(name, activation, fused)
+        self._group: Group | None = None
         shared = spec.shared
-        self._shared = shared if shared is not None and shared.enabled and shared.count > 0 else None
+        self._shared = shared if shared is not None and shared.exists else None
         if self._shared and not self._shared.path.startswith("../"):
             place(self, self._shared.path, make_shared(self._shared, dims))
         if self._shared and self._shared.gate:
@@ -122,15 +125,25 @@ class MoE(nn.Module):
             weights, indices = mx.where(zero, 0, weights), mx.where(zero, 0, indices)
         inner = find(self, self._latent.down)(x) if self._latent else x
         container = find(self, spec.path)
+        if self._group is not None:
+            inner, weights = (sum_gradients(self._group)(each) for each in (inner, weights))
         if spec.weigh == "input":
             y = self._on_weighted_input(container, inner, indices, weights)
         else:
             y = self._dispatch(container, inner, indices, weights)
+        if self._group is not None:
+            y = mx.distributed.all_sum(y, group=self._group)
         if self._latent:
             y = find(self, self._latent.up)(y)
         if identity is not None:
             y = (y.astype(mx.float32) + x.astype(mx.float32) * identity).astype(x.dtype)
         return y if spec.output_scale == 1.0 else y * spec.output_scale
+
+    def shard(self, group: Group) -> None:
+        """Keep this rank's share of every routed expert; the router stays whole on every rank."""
+        path = self._spec.experts.path
+        spread_experts(find(self, path), group, path)
+        self._group = group
 
     def _on_weighted_input(
         self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array
