@@ -5,6 +5,7 @@ MODULES: tuple[str, ...] = (
     "dsa",
     "gated_delta",
     "lightning",
+    "mamba1",
     "mamba2",
     "mla",
     "ngram_embedding",

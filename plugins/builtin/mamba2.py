@@ -28,7 +28,10 @@ class Mamba2Options(Spec):
     """Options of a Mamba-2 mixer."""
 
     heads: Int = Field(description="Heads, a multiple of the groups.")
-    head_dim: Int = Field(description="Width of a head.")
+    head_dim: Int | Literal["auto"] = Field(
+        description="Width of a head; `auto` divides the expanded width by the heads."
+    )
+    expand: Int = Field(2, description="Expanded width over the model's, for an automatic head width.")
     groups: Int = Field(description="Groups of heads that share their input and output vectors.")
     state: Int = Field(description="State size of each channel.")
     kernel: Int = Field(description="Width of the convolution.")
@@ -77,7 +80,9 @@ class Mamba2(Mixer):
                 found=str(spec.groups),
             )
         self._spec, width = spec, layer.sizes.hidden_size
-        self._inner, self._vectors = spec.heads * spec.head_dim, spec.groups * spec.state
+        auto = spec.head_dim == "auto"
+        self._head_dim = spec.expand * width // spec.heads if auto else spec.head_dim
+        self._inner, self._vectors = spec.heads * self._head_dim, spec.groups * spec.state
         mixed = self._inner + 2 * self._vectors
         self.in_proj = nn.Linear(width, self._inner + mixed + spec.heads, bias=spec.bias)
         self.conv1d = make_causal_conv(mixed, spec.kernel, spec.conv_bias)
@@ -98,7 +103,7 @@ class Mamba2(Mixer):
         mixed = nn.silu(causal_conv(self.conv1d, mixed, mask, cache))
         h, b, c = mx.split(mixed, [self._inner, self._inner + self._vectors], axis=-1)
         out, memory = self._update(
-            h.reshape(B, L, spec.heads, spec.head_dim),
+            h.reshape(B, L, spec.heads, self._head_dim),
             self.A_log.astype(mx.float32),
             b.reshape(B, L, spec.groups, spec.state),
             c.reshape(B, L, spec.groups, spec.state),
