@@ -111,9 +111,11 @@ def plan_encodings(
     for stem, roles in sorted(_companions(tensors).items()):
         if "qweight" in roles:
             roles["weight"] = roles.pop("qweight")
-            parts = Parts(stem, roles, {role: tensors[name] for role, name in roles.items()})
-            modules.append(read_transposed(parts, declared))
-        elif (parts := _parts(stem, roles, tensors)) is not None:
+            turned = Parts(stem, roles, {role: tensors[name] for role, name in roles.items()})
+            modules.append(read_transposed(turned, declared))
+            continue
+        parts = _parts(stem, roles, tensors)
+        if parts is not None:
             width = (widths or {}).get(parts.sources.get("shape", ""))
             modules.append(read_parts(parts, declared, width, dense))
     gone = {name for module in modules for name in module.sources.values()}
