@@ -76,8 +76,8 @@ class FamilyReport:
 def build_tiny(family: Family, config: Mapping[str, Any], seed: int = 0) -> Model:
     """The tiny model of a family with every parameter random."""
     args = ModelArgs(resolve(family, config), dict(config), None, str(config.get("model_type", "")))
-    model = Model(args)
     mx.random.seed(seed)
+    model = Model(args)
     filled = [(name, _random(name, value)) for name, value in tree_flatten(model.parameters())]
     model.update(tree_unflatten(filled))
     model.eval()
