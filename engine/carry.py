@@ -216,7 +216,7 @@ class Carrier:
             return
         value = head.astype(mx.float32)
         lengths = mx.linalg.norm(value, axis=0, keepdims=True)
-        if mx.abs(lengths - 1).max().item() > _UNIT_TOLERANCE:
+        if mx.any(mx.abs(lengths - 1) > _UNIT_TOLERANCE).item():
             tensors[name] = (value / (lengths + 1e-7)).astype(head.dtype)
 
     def _is_centred_norm(self, name: str) -> bool:
