@@ -153,6 +153,7 @@ class SplitOperation:
     targets: tuple[str, ...]
     interleaved: bool = False
     groups: int = 1
+    channels: bool = False
 
     def forward(self, tensors: Tensors, tree: Tree) -> bool:
         done = False
@@ -160,6 +161,11 @@ class SplitOperation:
             module, targets = fill(self.source, at), [fill(t, at) for t in self.targets]
             found = take(tensors, module)
             for plane, value in found.items():
+                if self.channels:
+                    parts = mx.split(value, len(targets), axis=0)
+                    for target, part in zip(targets, parts, strict=True):
+                        put(tensors, target, {plane: mx.contiguous(part)})
+                    continue
                 sizes = [tree.rows(t) for t in targets]
                 for target, part in zip(targets, self._cut(plane, value, sizes, module), strict=True):
                     put(tensors, target, {plane: part})
@@ -197,7 +203,7 @@ class SplitOperation:
             targets = [take(tensors, fill(t, at)) for t in self.targets]
             for plane in targets[0]:
                 parts = [t[plane] for t in targets]
-                axis = rows_axis(plane, parts[0])
+                axis = 0 if self.channels else rows_axis(plane, parts[0])
                 if self.interleaved:
                     value = mx.stack(parts, axis=parts[0].ndim + axis + 1)
                     value = value.flatten(value.ndim - 3 if axis == -2 else value.ndim - 2, axis)
@@ -251,24 +257,25 @@ class ConcatOperation:
 
 @dataclass(frozen=True)
 class ConvOperation:
-    """A depthwise kernel, [C, 1, K] on disk and [C, K, 1] in MLX."""
+    """A depthwise kernel, [C, 1, K] on disk and [C, K, 1] in MLX, perhaps under another name."""
 
     source: str
+    target: str
 
     def forward(self, tensors: Tensors, tree: Tree) -> bool:
         done = False
         for at in per_layer(self.source, tree):
-            name = fill(self.source, at)
+            name, target = fill(self.source, at), fill(self.target, at)
             value = tensors.get(name)
             if value is not None and value.ndim == 3 and value.shape != tree.shapes.get(name):
-                tensors[name] = value.swapaxes(1, 2)
+                put(tensors, target, {"": tensors.pop(name).swapaxes(1, 2)})
                 done = True
         return done
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
         for at in per_layer(self.source, tree):
-            if (name := fill(self.source, at)) in tensors:
-                tensors[name] = tensors[name].swapaxes(1, 2)
+            if (target := fill(self.target, at)) in tensors:
+                put(tensors, fill(self.source, at), {"": tensors.pop(target).swapaxes(1, 2)})
 
 
 @dataclass(frozen=True)
@@ -299,6 +306,34 @@ class ReshapeOperation:
         """The parameter's own shape is accepted on disk too."""
 
 
+@dataclass(frozen=True)
+class PickOperation:
+    """Takes one row of a tensor, or its transpose, and gives it another name."""
+
+    spec: spec.PickOp
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        done = False
+        for at in per_layer(self.spec.source, tree):
+            value = tensors.pop(fill(self.spec.source, at), None)
+            if value is None:
+                continue
+            value = value if self.spec.row is None else value[self.spec.row]
+            put(tensors, fill(self.spec.target, at), {"": value.T if self.spec.transposed else value})
+            done = True
+        return done
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        for at in per_layer(self.spec.source, tree):
+            value = tensors.pop(fill(self.spec.target, at), None)
+            if value is None:
+                continue
+            value = value.T if self.spec.transposed else value
+            # The rows that were left behind are gone; the one that was taken stands for them.
+            rows = value if self.spec.row is None else mx.stack([value] * (self.spec.row + 1))
+            put(tensors, fill(self.spec.source, at), {"": rows})
+
+
 def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str], Any]) -> Operation:
     """The operation that a family file declares.
 
@@ -310,12 +345,14 @@ def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str
         case spec.Rename():
             return RenameOperation(op)
         case spec.SplitOp():
-            return SplitOperation(op.source, op.target, op.interleaved, resolve(op.groups))
+            return SplitOperation(op.source, op.target, op.interleaved, resolve(op.groups), op.channels)
         case spec.ConcatOp():
             return ConcatOperation(op.source, op.target)
         case spec.ConvOp():
-            return ConvOperation(op.source)
+            return ConvOperation(op.source, op.target or op.source)
         case spec.ReshapeOp():
             return ReshapeOperation(op.source)
+        case spec.PickOp():
+            return PickOperation(op)
     made: Operation = plugin(op.name)(source=op.source, options=resolve(op.options))
     return made

@@ -83,6 +83,7 @@ class SplitOp(Spec):
     target: tuple[str, ...] = Field(alias="to", description="Names in the module tree, in order.")
     interleaved: bool = Field(False, description="Rows in turn instead of blocks.")
     groups: AnyValue = Field(1, description="Blocks repeat for each group (a config reference).")
+    channels: bool = Field(False, description="Cut convolution kernels along their channels.")
 
 
 class ConcatOp(Spec):
@@ -98,6 +99,7 @@ class ConvOp(Spec):
 
     op: Literal["conv"] = Field(description="Move the kernel axis; done when the middle axis is 1.")
     source: str = Field(alias="from", description="Tensor name.")
+    target: str | None = Field(None, alias="to", description="Name in the module tree, where it is another.")
 
 
 class ReshapeOp(Spec):
@@ -105,6 +107,16 @@ class ReshapeOp(Spec):
 
     op: Literal["reshape"] = Field(description="Give a tensor the shape that the module has.")
     source: str = Field(alias="from", description="Tensor name.")
+
+
+class PickOp(Spec):
+    """A part of a tensor, or its transpose, under another name."""
+
+    op: Literal["pick"] = Field(description="Take one row of a tensor, or turn it, and give it another name.")
+    source: str = Field(alias="from", description="Tensor name on disk.")
+    target: str = Field(alias="to", description="Tensor name in the module tree.")
+    row: int | None = Field(None, description="The row that is taken; absent for all.")
+    transposed: bool = Field(False, description="The matrix on disk is [in, out].")
 
 
 class PluginOp(Spec):
@@ -116,7 +128,9 @@ class PluginOp(Spec):
     options: dict[str, AnyValue] = Field({}, description="Options of the operation.")
 
 
-LayoutOp = Annotated[Rename | SplitOp | ConcatOp | ConvOp | ReshapeOp | PluginOp, Field(discriminator="op")]
+LayoutOp = Annotated[
+    Rename | SplitOp | ConcatOp | ConvOp | ReshapeOp | PickOp | PluginOp, Field(discriminator="op")
+]
 
 
 class LayoutsSpec(Spec):

@@ -4,6 +4,7 @@ MODULES: tuple[str, ...] = (
     "absorb",
     "dsa",
     "gated_delta",
+    "kimi_delta",
     "lightning",
     "mamba1",
     "mamba2",
