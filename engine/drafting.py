@@ -163,8 +163,7 @@ def _name(config: dict[str, Any], catalog: Catalog) -> tuple[str, str]:
 
 def _changes(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the config's keys and the tensors' names say against any base."""
-    nested = "text_config" if isinstance(checkpoint.config.get("text_config"), dict) else None
-    view = ConfigView(checkpoint.config, nested)
+    view = ConfigView(checkpoint.config)
     sizes = {}
     for size, keys in ALIASES.items():
         found = next((key for key in keys if view.get(key) is not None), None)

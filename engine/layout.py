@@ -121,13 +121,15 @@ class RenameOperation:
     spec: spec.Rename
 
     def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        return _rename(tensors, self.spec.source, self.spec.target)
+        # A tensor that stands where the tree has a parameter needs no other name.
+        settled = frozenset() if self.spec.source.endswith("*") else frozenset(tree.shapes)
+        return _rename(tensors, self.spec.source, self.spec.target, settled)
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
         _rename(tensors, self.spec.target, self.spec.source)
 
 
-def _rename(tensors: Tensors, source: str, target: str) -> bool:
+def _rename(tensors: Tensors, source: str, target: str, settled: frozenset[str] = frozenset()) -> bool:
     pattern = re.escape(source).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
     if source.endswith("*"):
         pattern = pattern[: -len(re.escape("*"))] + r"(?P<rest>.+)"
@@ -136,6 +138,9 @@ def _rename(tensors: Tensors, source: str, target: str) -> bool:
     regex, moved = re.compile(pattern), []
     for name in tensors:
         if match := regex.fullmatch(name):
+            module = name.removesuffix(match["rest"]) if match["rest"] else name
+            if settled and (name in settled or f"{module}.weight" in settled):
+                continue
             layer = match.groupdict().get("layer") or ""
             new = target.removesuffix("*").replace("{layer}", layer) + match["rest"]
             moved.append((name, new))

@@ -24,7 +24,7 @@ from mlx_experts.registry.yaml_lines import Lines, read_yaml
 
 FAMILIES_VARIABLE = "MLX_EXPERTS_FAMILIES"
 _MIXER: TypeAdapter[Any] = TypeAdapter(MixerSpec)
-HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_key")
+HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_keys")
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ class ConfigView:
 
     Args:
         config: the whole config.
-        text_key: key of nested text settings; they win over the top level where both have a key.
+        text_keys: dotted keys of nested text settings, of which the first present one is used; they win
+            over the top level where both have a key.
     """
 
-    def __init__(self, config: Mapping[str, Any], text_key: str | None = "text_config") -> None:
-        nested = config.get(text_key) if text_key else None
-        self.levels: tuple[Mapping[str, Any], ...] = (
-            (nested, config) if isinstance(nested, Mapping) else (config,)
-        )
+    def __init__(self, config: Mapping[str, Any], text_keys: tuple[str, ...] = ("text_config",)) -> None:
+        found = (_at(config, key) for key in text_keys)
+        nested = next((value for value in found if isinstance(value, Mapping)), None)
+        self.levels: tuple[Mapping[str, Any], ...] = (config,) if nested is None else (nested, config)
 
     def get(self, key: str, outer: bool = False) -> Any:
         """The value of a dotted key, or None where it is absent or null (the two mean the same).
@@ -27,20 +27,27 @@ class ConfigView:
             outer: the top level wins over nested text settings.
         """
         for level in reversed(self.levels) if outer else self.levels:
-            value: Any = level
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
+            value = _at(level, key)
             if value is not None:
                 return value
         return None
 
     def is_null(self, key: str) -> bool:
         """Whether a dotted key is there and null."""
-        *parents, last = key.split(".")
+        parents, _, last = key.rpartition(".")
         for level in self.levels:
-            value: Any = level
-            for part in parents:
-                value = value.get(part) if isinstance(value, Mapping) else None
+            value = _at(level, parents) if parents else level
             if isinstance(value, Mapping) and last in value and value[last] is None:
                 return True
         return False
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key, numbers picking from lists; None where the way to it breaks off."""
+    value: Any = config
+    for part in key.split("."):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -37,7 +37,7 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
     Raises:
         ConfigError: a needed key is absent, or a value cannot be.
     """
-    view = ConfigView(config, family.text_key if family.text_config else None)
+    view = ConfigView(config, family.text_keys if family.text_config else ())
     resolver = Resolver(family.family, view)
     sizes = resolver.sizes(family.config, 0)
     types = expand_types(family.layer_types, view, sizes.num_layers, resolver)

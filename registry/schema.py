@@ -301,7 +301,10 @@ class Family(Spec):
     architectures: tuple[str, ...] = Field(description="Values of `architectures` that name the family.")
     when: ConfigTest | None = Field(None, description="Further test, where a name is shared.")
     text_config: bool = Field(False, description="The text settings may be nested under `text_config`.")
-    text_key: str = Field("text_config", description="Key of the nested text settings.")
+    text_keys: tuple[str, ...] = Field(
+        ("text_config",),
+        description="Dotted keys of the nested text settings, of which the first present one counts.",
+    )
     config: SizesSpec = Field(description="Where config.json says the sizes.")
     names: NamesSpec = Field(NamesSpec(), description="Module paths of the frame.")
     embedding: EmbeddingSpec = Field(EmbeddingSpec(), description="Token embedding.")

@@ -90,7 +90,7 @@ def tiny_config(family: Family) -> dict[str, Any]:
         "architectures": list(family.architectures[:1]),
     }
     if family.text_config:
-        config = {**identity, family.text_key: {**flat, **_nested_type(family)}}
+        config = {**identity, family.text_keys[0]: {**flat, **_nested_type(family)}}
     else:
         config = {**flat, **identity}
     _put_all(config, (family.when.equals if family.when else None) or {})
