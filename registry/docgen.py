@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from mlx_experts.registry import evidence, layouts, rules, schema
 from mlx_experts.registry.catalog import Catalog, mixers
 from mlx_experts.registry.coverage import unsupported
 from mlx_experts.registry.environment import VARIABLES
+from mlx_experts.registry.json_schema import family_schema
 from mlx_experts.registry.schema import Family, GqaSpec
 from mlx_experts.registry.values import Ref, Spec
 from mlx_experts.registry.words import plain, reference
@@ -33,6 +35,7 @@ def pages(catalog: Catalog, root: Path) -> dict[str, str]:
         "docs/schema.md": _NOTE + schema_page(),
         "docs/hooks.md": _NOTE + hooks_page(),
         "docs/environment.md": _NOTE + environment_page(),
+        "docs/family.schema.json": json.dumps(family_schema(), indent=1) + "\n",
     }
 
 
