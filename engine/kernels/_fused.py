@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_experts.engine.kernels.pack import PackedExperts, Stack
+from mlx_experts.engine.kernels.pack import PackedExperts
 from mlx_experts.engine.kernels.source import Backend, Launch, array_names
+
+_Step = Callable[..., mx.array]
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,11 @@ class Pair:
     words: int
 
 
-def _arrays(*parts: tuple[str, Stack | None]) -> list[mx.array]:
-    return [a for part, stack in parts if stack is not None for a in array_names(part, stack).values()]
+def arrays_of(experts: PackedExperts) -> dict[str, mx.array]:
+    """Every array of a layer's stacks by the name that kernel text uses for it."""
+    parts = {"gate": experts.gate, "up": experts.up, "down": experts.down}
+    named = [array_names(part, stack) for part, stack in parts.items() if stack is not None]
+    return {name: array for names in named for name, array in names.items()}
 
 
 @dataclass(eq=False)
@@ -40,18 +45,20 @@ class FusedPair:
     options: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._up = _arrays(("gate", self.experts.gate), ("up", self.experts.up))
-        self._down = _arrays(("down", self.experts.down))
-        self._made: dict[tuple[int, tuple[int, ...]], tuple[Callable, Callable]] = {}
+        self._arrays = arrays_of(self.experts)
+        self._made: dict[tuple[int, tuple[int, ...]], tuple[_Step, _Step]] = {}
 
-    def _make(self, top_k: int, shape: tuple[int, ...]) -> tuple[Callable, Callable]:
-        pair = self.plan(top_k)
-        index, f32 = mx.uint32, mx.float32
-        up_types = [self.dtype, index, *(a.dtype for a in self._up), f32]
-        down_types = [f32, index, f32, *(a.dtype for a in self._down), self.dtype]
+    def _step(self, launch: Launch, tokens: list[mx.Dtype], shape: tuple[int, ...], out: mx.Dtype) -> _Step:
+        held = [self._arrays[name] for name in launch.inputs[len(tokens) :]]
+        dtypes = [*tokens, *(a.dtype for a in held), out]
+        run = launch.make(self.backend, dtypes, [shape], **self.options)
+        return lambda *token: run([*token, *held])[0]
+
+    def _make(self, top_k: int, shape: tuple[int, ...]) -> tuple[_Step, _Step]:
+        pair, index, wide = self.plan(top_k), mx.uint32, mx.float32
         return (
-            pair.up.make(self.backend, up_types, [(pair.words,)], **self.options),
-            pair.down.make(self.backend, down_types, [shape], **self.options),
+            self._step(pair.up, [self.dtype, index], (pair.words,), wide),
+            self._step(pair.down, [wide, index, wide], shape, self.dtype),
         )
 
     def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
@@ -65,6 +72,4 @@ class FusedPair:
         if made is None:
             made = self._made[key] = self._make(*key)
         up, down = made
-        (act,) = up([x, indices, *self._up])
-        (y,) = down([act, indices, weights, *self._down])
-        return y
+        return down(up(x, indices), indices, weights)

@@ -17,8 +17,9 @@ BACKEND = Backend(
     opening="const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.x;\n",
     maker=lambda **arguments: mx.fast.cuda_kernel(**arguments),
 )
-# Shared memory that one block may have on the smallest chip of compute capability 8 and later.
-SHARED_LIMIT = 99 * 1024
+# Bytes of shared memory that one block may have, by compute capability; others have what 8.6 has.
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+_SHARED_LEAST = 99
 
 
 def unavailable() -> Decline | None:
@@ -28,14 +29,14 @@ def unavailable() -> Decline | None:
     return Decline("cuda", "an NVIDIA GPU and MLX's CUDA build", "none", "pip install 'mlx-experts[cuda]'")
 
 
-def launches(experts: PackedExperts, facts: ExpertFacts, *, tensor_cores: bool) -> Pair:
-    """Launches A and B for these facts."""
+def launches(experts: PackedExperts, facts: ExpertFacts, capability: tuple[int, int] | None) -> Pair:
+    """Launches A and B for these facts; without a compute capability (of 8.0 or more), a warp a row."""
     values = facts.top_k * facts.expert_width
-    if tensor_cores and mma.takes_up(facts):
+    if capability is not None and mma.takes_up(facts):
+        room = _SHARED.get(capability, _SHARED_LEAST) * 1024
         cut_up, cut_down = mma.cut_up(facts), mma.cut_down(facts)
-        fits_up = mma.up_layout(facts, cut_up)[1] <= SHARED_LIMIT
-        fits_down = mma.takes_down(facts) and mma.down_layout(facts, cut_down)[1] <= SHARED_LIMIT
-        if fits_up and fits_down:
+        fits_up = mma.up_layout(facts, cut_up)[1] <= room
+        if fits_up and mma.takes_down(facts) and mma.down_layout(cut_down)[1] <= room:
             up = mma.mma_up(BACKEND, experts, facts, cut_up, fragments=True)
             return Pair(up, mma.mma_down(BACKEND, experts, facts, cut_down), mma.act_words(facts))
         if fits_up:
@@ -44,12 +45,15 @@ def launches(experts: PackedExperts, facts: ExpertFacts, *, tensor_cores: bool) 
     return Pair(rows_up(BACKEND, experts, facts), rows_down(BACKEND, experts, facts), values)
 
 
+def capability() -> tuple[int, int] | None:
+    """This device's compute capability, or None where the tensor-core form does not run."""
+    info = mx.device_info()
+    found = (int(info["compute_capability_major"]), int(info["compute_capability_minor"]))
+    return found if found >= (8, 0) else None
+
+
 def prepare(experts: PackedExperts, dtype: mx.Dtype, *, tensor_cores: bool = True) -> FusedPair | Decline:
     """The fused function of one layer; ``tensor_cores=False`` keeps the warp-per-row form (for tests)."""
     facts = partial(facts_of, experts, experts.activation, rows=1, dtype=dtype, device="cuda")
-    return FusedPair(
-        BACKEND,
-        experts,
-        dtype,
-        plan=lambda k: launches(experts, facts(top_k=k), tensor_cores=tensor_cores),
-    )
+    chip = capability() if tensor_cores else None
+    return FusedPair(BACKEND, experts, dtype, plan=lambda k: launches(experts, facts(top_k=k), chip))

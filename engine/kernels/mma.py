@@ -24,22 +24,42 @@ from mlx_experts.engine.kernels.source import (
 # Nibbles of a row that a warp takes in one step.
 STEP = 128
 _VECTOR = 16
-_HALF_FLOATS = ("bfloat16", "float16")
+_SCALE_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
+
+
+# Steps of act that a warp of launch B has on their way.
+_STAGES = 4
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a launch is cut.
+class CutUp:
+    """How launch A is cut.
 
     Args:
-        tiles: 16-row tiles in a block.
-        warps: warps in a block, which share out the steps.
-        stages: steps of weights that a warp has in flight.
+        teams: tiles in a block.
+        split: warps a tile, which share out its units.
+    """
+
+    teams: int
+    split: int
+
+    @property
+    def warps(self) -> int:
+        """Warps a block."""
+        return self.teams * self.split
+
+
+@dataclass(frozen=True)
+class CutDown:
+    """How launch B is cut.
+
+    Args:
+        tiles: tiles in a block.
+        warps: warps a block, which share out the units of all experts.
     """
 
     tiles: int
     warps: int
-    stages: int
 
 
 def wide(p: Projection) -> int:
@@ -52,9 +72,14 @@ def steps(p: Projection) -> int:
     return p.cols * wide(p) // STEP
 
 
-def span(p: Projection) -> int:
-    """Nibbles of a step that share a scale."""
-    return min(p.group_size * wide(p), STEP)
+def unit(p: Projection, halves: int) -> int:
+    """Steps that a warp sums over at once: as the product has columns, but no more than 4 (2 with halves)."""
+    return min(4 // halves, 8 // halves * p.group_size * wide(p) // STEP)
+
+
+def units(p: Projection, halves: int) -> int:
+    """Units a row."""
+    return -(-steps(p) // unit(p, halves))
 
 
 def takes(p: Projection) -> bool:
@@ -62,7 +87,7 @@ def takes(p: Projection) -> bool:
     return (
         p.format == "affine"
         and p.bits in (4, 8)
-        and p.dtype in _HALF_FLOATS
+        and p.dtype in _SCALE_TYPES
         and p.cols * wide(p) % STEP == 0
         and p.cols % p.group_size == 0
     )
@@ -77,7 +102,7 @@ def takes_up(facts: ExpertFacts) -> bool:
         up.group_size,
         up.dtype,
     )
-    return alike and takes(up) and facts.dtype in _HALF_FLOATS and up.rows % rows_a_tile(facts) == 0
+    return alike and takes(up) and facts.dtype in _SCALE_TYPES and up.rows % rows_a_tile(facts) == 0
 
 
 def takes_down(facts: ExpertFacts) -> bool:
@@ -90,19 +115,17 @@ def rows_a_tile(facts: ExpertFacts) -> int:
     return 16 if facts.gate is None else 8
 
 
-def cut_up(facts: ExpertFacts) -> Cut:
-    """The cut of launch A: about four steps a warp, all of them in flight."""
-    n = steps(facts.up)
-    warps = min(8, max(1, n // 4))
-    return Cut(tiles=1, warps=warps, stages=min(4, -(-n // warps)))
+def cut_up(facts: ExpertFacts) -> CutUp:
+    """The cut of launch A: small blocks, of which a multiprocessor holds several (measured on an H200)."""
+    return CutUp(teams=1, split=min(4, units(facts.up, _halves(facts))))
 
 
-def cut_down(facts: ExpertFacts) -> Cut:
-    """The cut of launch B: one block a multiprocessor, as near as the width allows."""
-    pairs = facts.top_k * steps(facts.down)
-    tiles = 2 if facts.down.rows % 32 == 0 and facts.down.rows >= 4096 else 1
-    warps = min(16, max(1, pairs // 3))
-    return Cut(tiles=tiles, warps=warps, stages=min(4, -(-pairs // warps)))
+def cut_down(facts: ExpertFacts) -> CutDown:
+    """The cut of launch B: one block a multiprocessor, as near as the width allows (measured on an H200)."""
+    total = facts.top_k * units(facts.down, 2)
+    tiles, most = (2, 16) if facts.down.rows % 32 == 0 and facts.down.rows >= 4096 else (1, 24)
+    # Equal shares: with one warp fewer, some warp would have a unit more.
+    return CutDown(tiles, warps=-(-total // -(-total // most)))
 
 
 def _layout(**vectors: int) -> tuple[dict[str, int], int]:
@@ -114,27 +137,23 @@ def _layout(**vectors: int) -> tuple[dict[str, int], int]:
     return begins, at * _VECTOR
 
 
-def up_layout(facts: ExpertFacts, cut: Cut) -> tuple[dict[str, int], int]:
+def up_layout(facts: ExpertFacts, cut: CutUp) -> tuple[dict[str, int], int]:
     """Shared memory of launch A."""
     up = facts.up
     return _layout(
         X=steps(up) * 16 * _halves(facts),
-        SUMS=-(-steps(up) * STEP // span(up) // 4),
-        RED=cut.warps * cut.tiles * 4,
-        SCALES=4 * cut.tiles * (up.cols // up.group_size),
-        RING=cut.warps * cut.stages * cut.tiles * 64,
+        ZEROS=13,
+        SUMS=-(-up.cols // up.group_size // 4),
+        RED=cut.warps * 4,
     )
 
 
-def down_layout(facts: ExpertFacts, cut: Cut) -> tuple[dict[str, int], int]:
+def down_layout(cut: CutDown) -> tuple[dict[str, int], int]:
     """Shared memory of launch B."""
-    down = facts.down
-    pairs = facts.top_k * steps(down)
     return _layout(
-        SUMS=-(-pairs * STEP // span(down) // 4),
+        ZEROS=cut.warps * 13,
         RED=cut.warps * cut.tiles * 4,
-        SCALES=4 * facts.top_k * cut.tiles * (down.cols // down.group_size),
-        RING=cut.warps * cut.stages * (cut.tiles * 64 + 32),
+        RING=cut.warps * _STAGES * 32,
     )
 
 
@@ -150,7 +169,12 @@ def act_words(facts: ExpertFacts) -> int:
 
 
 def mma_up(
-    backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: Cut, *, fragments: bool
+    backend: Backend,
+    experts: PackedExperts,
+    facts: ExpertFacts,
+    cut: CutUp,
+    *,
+    fragments: bool,
 ) -> Launch:
     """Launch A. With ``fragments`` its output is what ``mma_down`` reads, else ``act`` as float32."""
     up = facts.up
@@ -163,17 +187,16 @@ def mma_up(
             "GROUP": up.group_size,
             "WIDE": wide(up),
             "DOWN_WIDE": wide(facts.down),
-            "SPAN": span(up),
+            "UNIT": unit(up, _halves(facts)),
             "HALVES": _halves(facts),
             "GATED": int(facts.gate is not None),
             "FRAGMENTS": int(fragments),
             "LOW(p)": "up_##p" if facts.gate is None else "gate_##p",
             "HIGH(p)": "up_##p",
-            "END_GATE(v)": "v" if facts.gate is None else bias_text("gate", facts.gate, "v", "at + r"),
-            "END_UP(v)": bias_text("up", up, "v", "at + r"),
-            "TILES": cut.tiles,
-            "WARPS": cut.warps,
-            "STAGES": cut.stages,
+            "END_GATE(v)": "v" if facts.gate is None else bias_text("gate", facts.gate, "v", "row"),
+            "END_UP(v)": bias_text("up", up, "v", "row"),
+            "TEAMS": cut.teams,
+            "SPLIT": cut.split,
             **begins,
         }
     )
@@ -188,16 +211,16 @@ def mma_up(
         + text("mma.cu")
         + (activation_text(facts.activation) or ""),
         source=backend.opening + text("mma_up.cu"),
-        groups=facts.top_k * facts.expert_width // (rows_a_tile(facts) * cut.tiles),
+        groups=-(-facts.top_k * facts.expert_width // (rows_a_tile(facts) * cut.teams)),
         warps=cut.warps,
         shared=shared,
     )
 
 
-def mma_down(backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: Cut) -> Launch:
+def mma_down(backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: CutDown) -> Launch:
     """Launch B on the fragments of ``mma_up``."""
     down = facts.down
-    begins, shared = down_layout(facts, cut)
+    begins, shared = down_layout(cut)
     settings = defines(
         {
             "H": down.rows,
@@ -205,12 +228,13 @@ def mma_down(backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: 
             "K": facts.top_k,
             "GROUP": down.group_size,
             "WIDE": wide(down),
-            "SPAN": span(down),
+            "UNIT": unit(down, 2),
+            "SCALE_TYPE": _SCALE_TYPES[down.dtype],
             "FRAGMENTS": 0,
             "ADD_BIAS": add_down_bias(down),
             "TILES": cut.tiles,
             "WARPS": cut.warps,
-            "STAGES": cut.stages,
+            "STAGES": _STAGES,
             **begins,
         }
     )

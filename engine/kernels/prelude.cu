@@ -55,3 +55,15 @@ template <int N, typename T> ME_INLINE float me_load(const T* p, float (&v)[N]) 
   }
   return sum;
 }
+
+// W words of 16-bit values as they lie, or put together where they may start anywhere.
+template <int W, typename T> ME_INLINE me_pack<me_uint, W> me_raw(const T* p) {
+  me_pack<me_uint, W> r;
+  if (reinterpret_cast<size_t>(p) % alignof(me_pack<me_uint, W>) == 0) {
+    r = *reinterpret_cast<const me_pack<me_uint, W>*>(p);
+  } else {
+    const auto* const h = reinterpret_cast<const unsigned short*>(p);
+    ME_UNROLL for (int i = 0; i < W; ++i) r.v[i] = h[2 * i] | me_uint(h[2 * i + 1]) << 16;
+  }
+  return r;
+}

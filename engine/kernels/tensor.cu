@@ -20,3 +20,11 @@ ME_INLINE void me_copy(uint4* to, const void* from) {
 ME_INLINE void me_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> ME_INLINE void me_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 ME_INLINE me_uint me_bfloat(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
+// Weights are read once: they need no place in L1.
+ME_INLINE uint4 me_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}

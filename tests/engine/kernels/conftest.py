@@ -16,7 +16,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
+from mlx_experts.engine import activations
+from mlx_experts.engine.kernels import naive, pack
+from mlx_experts.engine.kernels._fused import Pair, arrays_of
+from mlx_experts.engine.kernels.facts import ExpertFacts
 from mlx_experts.engine.kernels.source import Backend, Launch, text
 
 HOST = Path(__file__).parent / "host"
@@ -193,3 +198,124 @@ def host_metal(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
 def host_cuda(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
     """Runs CUDA launches on the CPU; skips where clang is not installed."""
     return _host("cuda", tmp_path_factory)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One token and its experts, by the properties that kernels depend on.
+
+    Args:
+        down: format, bits and group size of the down projection where they differ.
+    """
+
+    dtype: mx.Dtype = mx.bfloat16
+    hidden: int = 256
+    width: int = 128
+    experts: int = 5
+    top_k: int = 3
+    mode: str = "affine"
+    bits: int = 4
+    group: int = 64
+    activation: str = "swiglu"
+    alpha: float = 1.0
+    limit: float = 0.0
+    bias: bool = False
+    global_scale: bool = False
+    down: tuple[str, int, int] | None = None
+
+    def __str__(self) -> str:
+        default = Case()
+        values = {n: getattr(self, n) for n in self.__dataclass_fields__}
+        return (
+            "-".join(f"{n}={_short(v)}" for n, v in values.items() if v != getattr(default, n)) or "default"
+        )
+
+
+def _short(value: object) -> str:
+    return str(value).rpartition(".")[2] if isinstance(value, mx.Dtype) else str(value).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A case's arrays and its truth."""
+
+    experts: pack.PackedExperts
+    facts: ExpertFacts
+    x: mx.array
+    indices: mx.array
+    weights: mx.array
+    truth: np.ndarray
+
+    def distance(self, y: object) -> float:
+        """Relative root mean square distance of a result to the truth."""
+        got = np.array(y.astype(mx.float32)) if isinstance(y, mx.array) else np.asarray(y)
+        return float(np.sqrt(((got - self.truth) ** 2).mean() / (self.truth**2).mean()))
+
+    def run_on(
+        self, host: HostDevice, backend: Backend, pair: Pair, change: Callable[[str], str]
+    ) -> np.ndarray:
+        """Both launches on the CPU."""
+        up, down = self.launch_inputs(pair)
+        (act,) = host.run(backend, pair.up, up, [((pair.words,), mx.float32)], change)
+        down[0] = mx.array(act)
+        return host.run(backend, pair.down, down, [(self.x.shape, self.x.dtype)], change)[0]
+
+    def launch_inputs(self, pair: Pair) -> tuple[list[mx.array], list[mx.array]]:
+        """What each launch reads, ``act`` still empty."""
+        held = arrays_of(self.experts) | {"x": self.x, "indices": self.indices, "weights": self.weights}
+        held["act"] = mx.zeros((pair.words,))
+        return [held[n] for n in pair.up.inputs], [held[n] for n in pair.down.inputs]
+
+
+def build(case: Case, device: str) -> Built:
+    """Random experts of a case, quantised by MLX, and what they make of a random token in float32."""
+    mx.random.seed(7)
+    activation = activations.make(case.activation, case.alpha, case.limit)
+    container = (SwitchGLU if activation.gated else SwitchMLP)(
+        case.hidden, case.width, case.experts, bias=case.bias
+    )
+    for name, module in container.children().items():
+        if "weight" not in module:
+            continue
+        module.set_dtype(case.dtype)
+        if case.bias:
+            module.bias = mx.random.normal(module.bias.shape).astype(case.dtype)
+        mode, bits, group = (case.mode, case.bits, case.group)
+        if case.down is not None and name in ("down_proj", "fc2"):
+            mode, bits, group = case.down
+        if mode != "plain":
+            container[name] = module.to_quantized(group, bits, mode=mode, global_scale=case.global_scale)
+    experts = pack.read(container, activation)
+    assert experts is not None
+    facts = pack.facts_of(experts, activation, rows=1, top_k=case.top_k, dtype=case.dtype, device=device)
+    x = mx.random.normal((1, case.hidden)).astype(case.dtype)
+    chosen = np.random.default_rng(7).permutation(case.experts)[: case.top_k].astype(np.uint32)
+    indices, weights = mx.array(chosen)[None], mx.softmax(mx.random.normal((1, case.top_k)), axis=-1)
+    truth = np.array(naive.experts_in_float32(experts, x, indices, weights))
+    return Built(experts, facts, x, indices, weights, truth)
+
+
+@pytest.fixture(scope="session")
+def build_case() -> Callable[[Case, str], Built]:
+    """Builds the experts of a case."""
+    return build
+
+
+@pytest.fixture(scope="session")
+def case_type() -> type[Case]:
+    """The class of cases, for tests that make their own."""
+    return Case
+
+
+@pytest.fixture(scope="session")
+def cuda_text_of() -> Callable[[Built, Pair], list[str]]:
+    """The text of both launches as the CUDA compiler gets it."""
+
+    def texts(built: Built, pair: Pair) -> list[str]:
+        up, down = built.launch_inputs(pair)
+        return [
+            cuda_text(pair.up, up, [((pair.words,), mx.float32)]),
+            cuda_text(pair.down, down, [(built.x.shape, built.x.dtype)]),
+        ]
+
+    return texts

@@ -51,6 +51,12 @@ inline float __uint_as_float(unsigned v) { return host::float_of(v); }
 template <typename T> T __ldg(const T* p) { return *p; }
 template <typename T> T __shfl_xor_sync(unsigned, T v, int d) { return host::from_lane(v, host::lane() ^ d); }
 template <typename T> T __shfl_sync(unsigned, T v, int from) { return host::from_lane(v, from); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; ++i) r |= unsigned(bytes >> (how >> i * 4 & 7) * 8 & 255) << i * 8;
+  return r;
+}
 inline void __syncthreads() { host::wait_group(); }
 inline void __syncwarp() { host::wait_warp(); }
 
@@ -65,6 +71,7 @@ template <int N> void me_wait() {
     groups.pop_front();
   }
 }
+inline uint4 me_stream(const void* p) { return *static_cast<const uint4*>(p); }
 inline void me_mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   auto& slots = host::warps[host::warp()].slot;
   const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};

@@ -1,0 +1,120 @@
+"""CUDA text without a GPU: what is launched for which facts, the text run on the CPU and given to nvcc."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+
+import mlx.core as mx
+import pytest
+
+from mlx_experts.engine.kernels import cuda, mma
+from mlx_experts.engine.kernels.source import Launch
+
+HOPPER = (9, 0)
+LIMITS = {mx.bfloat16: 5e-3, mx.float16: 5e-3, mx.float32: 1e-5}
+
+TENSOR_CORES = {
+    "groups_of_32": dict(group=32, hidden=384),
+    "groups_of_64_short_unit": dict(hidden=640, width=384, experts=9, top_k=8),
+    "groups_of_128": dict(group=128, hidden=384, width=256),
+    "eight_bits": dict(bits=8, group=128, down=("affine", 8, 32)),
+    "mixed_bits": dict(down=("affine", 8, 64), top_k=1),
+    "six_bit_down": dict(down=("affine", 6, 64)),
+    "float16_with_bias": dict(dtype=mx.float16, bias=True),
+    "no_gate": dict(activation="relu2", experts=33, top_k=32, width=256),
+}
+ROWS = {
+    "float32": dict(dtype=mx.float32),
+    "three_bits": dict(bits=3, group=32, hidden=96, width=160, bias=True),
+    "nvfp4": dict(mode="nvfp4", group=16, global_scale=True, hidden=96, width=96),
+    "mxfp8_then_plain": dict(mode="mxfp8", bits=8, group=32, down=("plain", 16, 0)),
+}
+
+
+def same(text: str) -> str:
+    """No change."""
+    return text
+
+
+@pytest.mark.parametrize("options", TENSOR_CORES.values(), ids=TENSOR_CORES)
+def test_tensor_core_text_matches_truth_on_the_cpu(options, build_case, case_type, host_cuda):
+    built = build_case(case_type(**options), "cuda")
+    pair = cuda.launches(built.experts, built.facts, HOPPER)
+    assert pair.up.label == "experts_up_mma"
+    assert built.distance(built.run_on(host_cuda, cuda.BACKEND, pair, same)) < LIMITS[built.x.dtype]
+
+
+@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+def test_warp_per_row_text_matches_truth_on_the_cpu(options, build_case, case_type, host_cuda):
+    built = build_case(case_type(**options), "cuda")
+    pair = cuda.launches(built.experts, built.facts, HOPPER)
+    assert (pair.up.label, pair.down.label) == ("experts_up", "experts_down")
+    assert built.distance(built.run_on(host_cuda, cuda.BACKEND, pair, same)) < LIMITS[built.x.dtype]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("me_swap(low_total, 2)", "me_swap(low_total, 1)"),
+        ("128.0f * 17.0f : 128.0f", "128.0f * 17.0f : 127.0f"),
+        ("count * ME_UNIT && step < steps", "count * ME_UNIT && step + 1 < steps"),
+    ],
+)
+def test_a_planted_mistake_in_the_text_is_noticed(right, wrong, build_case, case_type, host_cuda):
+    built = build_case(case_type(hidden=640), "cuda")
+    pair = cuda.launches(built.experts, built.facts, HOPPER)
+    assert right in pair.up.header + pair.up.source
+    mistaken = built.run_on(host_cuda, cuda.BACKEND, pair, lambda text: text.replace(right, wrong))
+    # Poisoned memory makes some mistakes NaN, which compares as false.
+    assert not built.distance(mistaken) < 5e-3
+
+
+def test_launches_without_tensor_cores_are_a_warp_a_row(build_case, case_type):
+    built = build_case(case_type(), "cuda")
+    pair = cuda.launches(built.experts, built.facts, None)
+    assert (pair.up.label, pair.down.label) == ("experts_up", "experts_down")
+
+
+def test_widths_that_are_no_multiple_of_a_step_are_a_warp_a_row(build_case, case_type):
+    built = build_case(case_type(hidden=192), "cuda")
+    assert cuda.launches(built.experts, built.facts, HOPPER).up.label == "experts_up"
+
+
+@pytest.mark.parametrize("hidden", [128, 1408, 2048, 4096, 7168])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_cut_fits_the_shared_memory_of_every_chip(hidden, bits, build_case, case_type):
+    facts = build_case(case_type(bits=bits), "cuda").facts
+    up = dataclasses.replace(facts.up, cols=hidden, rows=1536)
+    down = dataclasses.replace(facts.down, cols=1536, rows=hidden)
+    facts = dataclasses.replace(facts, gate=up, up=up, down=down, top_k=8)
+    cut_up, cut_down = mma.cut_up(facts), mma.cut_down(facts)
+    assert mma.up_layout(facts, cut_up)[1] <= 99 * 1024
+    assert mma.down_layout(cut_down)[1] <= 99 * 1024
+
+
+def test_a_kernel_changes_its_name_with_its_text_and_dtypes():
+    launch = Launch("label", ("x",), ("y",), "header", "source", groups=1, warps=1)
+    names = {
+        launch.name([mx.float32, mx.float32]),
+        launch.name([mx.bfloat16, mx.float32]),
+        dataclasses.replace(launch, source="other").name([mx.float32, mx.float32]),
+        dataclasses.replace(launch, header="other").name([mx.float32, mx.float32]),
+    }
+    assert len(names) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(), dict(dtype=mx.float16, bits=6), dict(mode="mxfp4", group=32)])
+def test_nvcc_takes_the_text(options, build_case, case_type, cuda_text_of, tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    built = build_case(case_type(**options), "cuda")
+    for text in cuda_text_of(built, cuda.launches(built.experts, built.facts, HOPPER)):
+        file = tmp_path / "kernel.cu"
+        file.write_text(f"#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n{text}")
+        command = [nvcc, "-arch=sm_80", "-cubin", "-std=c++17", "-o", str(tmp_path / "out"), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,132 @@
+"""The parity set on an NVIDIA GPU: ``pytest -m cuda``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_experts.engine import activations
+from mlx_experts.engine.kernels import cuda
+from mlx_experts.engine.kernels._fused import FusedPair
+
+pytestmark = pytest.mark.cuda
+
+LIMITS = {mx.bfloat16: 5e-3, mx.float16: 5e-3, mx.float32: 1e-5}
+DTYPES = list(LIMITS)
+FORMATS = [
+    *(("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)),
+    ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
+    ("nvfp4", 4, 16),
+    ("plain", 16, 0),
+]
+CONSTANTS = {
+    "swiglu_oai": dict(alpha=1.702, limit=7.0),
+    "swiglu_clamp_before": dict(limit=0.5),
+    "swiglu_clamp_after": dict(limit=0.2),
+    "situ": dict(alpha=1.5, limit=0.5),
+}
+SIZES = [(32, 32), (96, 160), (128, 128), (640, 384), (1408, 704), (2048, 768), (2880, 2880), (4096, 1536)]
+MIXED = [
+    dict(down=("affine", 6, 64)),
+    dict(down=("affine", 8, 32)),
+    dict(bits=8, down=("affine", 4, 128)),
+    dict(bits=5, down=("affine", 8, 64)),
+    dict(down=("plain", 16, 0)),
+    dict(mode="nvfp4", group=16, global_scale=True),
+]
+
+
+def check(built, tensor_cores: bool = True, distance: float | None = None) -> None:
+    """Close to truth, every element written, and the same bits twice."""
+    run = cuda.prepare(built.experts, built.x.dtype, tensor_cores=tensor_cores)
+    assert isinstance(run, FusedPair)
+    run.options["init_value"] = float("nan")
+    first = run(built.x, built.indices, built.weights)
+    again = run(built.x, built.indices, built.weights)
+    assert built.distance(first) < (distance or LIMITS[built.x.dtype])
+    assert np.array_equal(np.array(first.astype(mx.float32)), np.array(again.astype(mx.float32)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_formats(stored, dtype, build_case, case_type):
+    mode, bits, group = stored
+    check(build_case(case_type(mode=mode, bits=bits, group=group, dtype=dtype, width=256, top_k=4), "cuda"))
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_formats_a_warp_a_row(stored, build_case, case_type):
+    mode, bits, group = stored
+    check(build_case(case_type(mode=mode, bits=bits, group=group, bias=True), "cuda"), tensor_cores=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", activations.names())
+def test_activations(activation, dtype, build_case, case_type):
+    constants = CONSTANTS.get(activation, {})
+    check(build_case(case_type(activation=activation, dtype=dtype, bias=True, **constants), "cuda"))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8, 10, 16, 22, 32])
+def test_top_k(top_k, dtype, build_case, case_type):
+    check(build_case(case_type(top_k=top_k, experts=40, dtype=dtype), "cuda"))
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(size, bits, build_case, case_type):
+    hidden, width = size
+    check(build_case(case_type(hidden=hidden, width=width, bits=bits, group=32), "cuda"))
+
+
+@pytest.mark.parametrize("options", MIXED, ids=str)
+def test_mixed_formats(options, build_case, case_type):
+    check(build_case(case_type(bias=True, **options), "cuda"))
+
+
+def test_row_offsets_past_two_to_the_31_elements(build_case, case_type):
+    """The last expert of a stack of 2.6 billion weights."""
+    built = build_case(case_type(hidden=2048, width=1280, experts=1000, top_k=2), "cuda")
+    indices = mx.array([[999, 0]], dtype=mx.uint32)
+    from mlx_experts.engine.kernels import naive
+
+    truth = np.array(naive.experts_in_float32(built.experts, built.x, indices, built.weights))
+    built = dataclasses.replace(built, indices=indices, truth=truth)
+    check(built)
+    check(built, tensor_cores=False)
+
+
+def test_an_activation_that_starts_anywhere(build_case, case_type):
+    built = build_case(case_type(), "cuda")
+    padded = mx.concatenate([mx.zeros((1, 3), mx.bfloat16), built.x], axis=1)
+    mx.eval(padded)
+    run = cuda.prepare(built.experts, mx.bfloat16)
+    assert built.distance(run(padded[:, 3:], built.indices, built.weights)) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "tensor_cores"),
+    [
+        ("0x43004300, 0xEA", "0x43004301, 0xEA", True),
+        ("128.0f * 17.0f : 128.0f", "128.0f * 17.0f : 127.0f", True),
+        ("me_value(biases[at]) * sum", "me_value(biases[at])", False),
+    ],
+)
+def test_a_planted_mistake_is_noticed(right, wrong, tensor_cores, build_case, case_type):
+    built = build_case(case_type(), "cuda")
+    run = cuda.prepare(built.experts, mx.bfloat16, tensor_cores=tensor_cores)
+    plan = run.plan
+
+    def planted(top_k: int):
+        pair = plan(top_k)
+        assert right in pair.up.header
+        up = dataclasses.replace(pair.up, header=pair.up.header.replace(right, wrong))
+        return dataclasses.replace(pair, up=up)
+
+    run.plan = planted
+    assert not built.distance(run(built.x, built.indices, built.weights)) < 5e-3
