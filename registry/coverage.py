@@ -1,11 +1,10 @@
 """Which Mixture-of-Experts architectures the installed neighbours know, read from their sources.
 
-Nothing is imported: mlx-lm's modules are parsed, transformers' configuration files are searched.
+Nothing is imported: the imports of mlx-lm's modules and transformers' configuration files are searched.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ _EXPERT_CONTAINER = "switch_layers"
 _EXPERT_KEYS = re.compile(
     r"^\s+(num_experts|num_local_experts|n_routed_experts|moe_num_experts|moe_topk|top_k_experts)\s*:", re.M
 )
+_RELATIVE_IMPORT = re.compile(r"^\s*from \.(?P<module>\w*) import (?P<names>\([^)]*\)|[^\n]*)", re.M)
 _MODEL_TYPE = re.compile(r"""^\s+model_type(?:\s*:\s*[\w\[\]]+)?\s*=\s*["']([^"']+)["']""", re.M)
 
 
@@ -58,13 +58,11 @@ def mlx_lm_families(folder: Path | None = None) -> list[Known]:
         return []
     uses: dict[str, set[str]] = {}
     for path in sorted(folder.glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        uses[path.stem] = {
-            name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.level == 1
-            for name in ([node.module] if node.module else [alias.name for alias in node.names])
-        }
+        uses[path.stem] = set()
+        for match in _RELATIVE_IMPORT.finditer(path.read_text(encoding="utf-8")):
+            uses[path.stem].update(
+                [match["module"]] if match["module"] else re.findall(r"\w+", match["names"])
+            )
     found = {name for name, used in uses.items() if _EXPERT_CONTAINER in used}
     while more := {name for name, used in uses.items() if used & found} - found:
         found |= more
