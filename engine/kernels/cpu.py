@@ -50,11 +50,11 @@ def _numba() -> ModuleType | None:
 
 
 @lru_cache(maxsize=64)
-def _row_function(projection: Projection) -> Any:
-    """The compiled row product; kept for ever because kernels hold its address."""
-    from mlx_experts.engine.kernels.cpu_rows import row_product
+def _rows_function(projection: Projection) -> Any:
+    """The compiled product of rows; kept for ever because kernels hold its address."""
+    from mlx_experts.engine.kernels.cpu_rows import rows_product
 
-    return row_product(projection)
+    return rows_product(projection)
 
 
 def _kind(projection: Projection) -> Projection:
@@ -104,7 +104,7 @@ def _plan(stack: Stack) -> _Plan:
     from mlx_experts.engine.kernels.cpu_rows import blocks_of
 
     p = stack.projection
-    function = _row_function(_kind(p))
+    function = _rows_function(_kind(p))
     blocks = blocks_of(p)
     plane_scales = np.array(blocks.scales, np.float32)
     bias = _float32(stack.bias)
@@ -120,7 +120,6 @@ def _plan(stack: Stack) -> _Plan:
         p.rows,
         p.cols // blocks.weights,
         blocks.weights,
-        p.group_size or p.cols,
         stack.weight.itemsize * stack.weight.shape[2],
         0 if stack.scales is None else stack.scales.itemsize * stack.scales.shape[2],
     ]

@@ -16,10 +16,8 @@ from llvmlite import ir
 from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
-from mlx_experts.engine.kernels.cpu_rows import read_f32
-
 (
-    FUNCTION,  # compiled row product
+    FUNCTION,  # compiled product of rows
     WEIGHT,
     SCALES,
     BIASES,  # 0 when the format has none
@@ -29,32 +27,45 @@ from mlx_experts.engine.kernels.cpu_rows import read_f32
     ROWS,
     BLOCKS,  # blocks a row (n)
     WEIGHTS,  # weights a block (P)
-    GROUP,  # weights that share a scale; the whole row when plain
     ROW_BYTES,
     SCALE_BYTES,  # bytes of scales, and of biases, a row
-) = range(13)
+) = range(12)
 
-ROWS_AT_ONCE = 64  # one task's rows of gate and up; holds whole groups of down up to 64
+# One task's rows of gate and up; whole blocks of down (at most 32 weights), so that tasks share none.
+ROWS_AT_ONCE = 64
 OUTPUTS_AT_ONCE = 32  # one task's rows of down
 
 _FLOAT, _LONG = ir.FloatType(), ir.IntType(64)
 
 
 @intrinsic
-def call_row(
-    typingctx: Any, function: Any, w: Any, s: Any, b: Any, x: Any, sums: Any, n: Any, scratch: Any
-) -> Any:
-    """Call a compiled ``row_product`` by address."""
+def _read(typingctx: Any, address: Any, index: Any) -> Any:
+    """The float32 at an index from an address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(_FLOAT, [_LONG] * 7)
-        return builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        pointer = builder.gep(builder.inttoptr(args[0], _FLOAT.as_pointer()), [args[1]])
+        return builder.load(pointer, align=4)
 
-    return types.float32(*[types.int64] * 8), codegen
+    return types.float32(types.int64, types.int64), codegen
 
 
 @intrinsic
-def call_activation(typingctx: Any, function: Any, g: Any, u: Any, alpha: Any, limit: Any) -> Any:
+def _call_rows(
+    typingctx: Any, function: Any, w: Any, s: Any, b: Any, row_bytes: Any, scale_bytes: Any, count: Any,
+    x: Any, sums: Any, n: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Call a compiled ``rows_product`` by address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 10)
+        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+
+@intrinsic
+def _call_activation(typingctx: Any, function: Any, g: Any, u: Any, alpha: Any, limit: Any) -> Any:
     """Call a compiled activation by address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -65,33 +76,43 @@ def call_activation(typingctx: Any, function: Any, g: Any, u: Any, alpha: Any, l
 
 
 @njit(inline="always")
-def _row(stack, expert, row, x, sums, scratch):  # type: ignore[no-untyped-def]
-    """Row ``row`` of one expert times the input, with its factor and its bias."""
-    at = expert * stack[ROWS] + row
+def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped-def]
+    """``count`` rows of one expert times the input, with its factor and its biases, into ``out``."""
+    at = expert * stack[ROWS] + first
     scales = at * stack[SCALE_BYTES]
-    value = call_row(
+    _call_rows(
         stack[FUNCTION],
         stack[WEIGHT] + at * stack[ROW_BYTES],
         stack[SCALES] + scales,
         stack[BIASES] + scales,
-        x,
-        sums,
+        stack[ROW_BYTES],
+        stack[SCALE_BYTES],
+        count,
+        x.ctypes.data,
+        sums.ctypes.data,
         stack[BLOCKS],
-        scratch,
+        out.ctypes.data,
     )
     if stack[FACTOR] != 0:
-        value *= read_f32(stack[FACTOR], expert)
+        for row in range(count):
+            out[row] *= _read(stack[FACTOR], expert)
     if stack[BIAS] != 0:
-        value += read_f32(stack[BIAS], at)
-    return value
+        for row in range(count):
+            out[row] += _read(stack[BIAS], at + row)
 
 
 @njit(inline="always")
-def _place(stack, value, i, planes, sums):  # type: ignore[no-untyped-def]
-    """Put input ``i`` where the row product wants it."""
-    position, block = i % stack[WEIGHTS], i // stack[WEIGHTS]
-    planes[position * stack[BLOCKS] + block] = value * read_f32(stack[PLANE_SCALES], position)
-    sums[i // stack[GROUP]] += value
+def _lay_out(stack, values, first, count, planes, sums):  # type: ignore[no-untyped-def]
+    """Put inputs ``first`` and following, whole blocks of them, where the product of rows wants them."""
+    size = stack[WEIGHTS]
+    for i in range(count // size):
+        block = first // size + i
+        total = np.float32(0)
+        for position in range(size):
+            value = values[i * size + position]
+            planes[position * stack[BLOCKS] + block] = value * _read(stack[PLANE_SCALES], position)
+            total += value
+        sums[block] = total
 
 
 def _run(  # type: ignore[no-untyped-def]
@@ -105,46 +126,37 @@ def _run(  # type: ignore[no-untyped-def]
     for k in range(top_k):
         if indices[k] < 0 or indices[k] >= num_experts:
             return k
-    x_up, x_gate = np.empty(h, np.float32), np.empty(h, np.float32)
-    up_sums = np.zeros(h // up[GROUP], np.float32)
-    gate_sums = np.zeros(h // gate[GROUP], np.float32)
-    for i in range(h):
-        _place(up, x[i], i, x_up, up_sums)
+    x_up, up_sums = np.empty(h, np.float32), np.empty(up[BLOCKS], np.float32)
+    _lay_out(up, x, 0, h, x_up, up_sums)
+    x_gate, gate_sums = np.empty(h, np.float32), np.empty(gate[BLOCKS], np.float32)
     if gated:
-        for i in range(h):
-            _place(gate, x[i], i, x_gate, gate_sums)
+        _lay_out(gate, x, 0, h, x_gate, gate_sums)
 
-    at_once = max(ROWS_AT_ONCE, down[GROUP] if down[SCALES] != 0 else 0)
-    tasks = (f + at_once - 1) // at_once
+    tasks = (f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     hidden = np.empty((top_k, f), np.float32)
-    hidden_sums = np.zeros((top_k, f // down[GROUP]), np.float32)
+    hidden_sums = np.empty((top_k, down[BLOCKS]), np.float32)
     for task in prange(top_k * tasks):
-        scratch = np.empty(max(up[BLOCKS], gate[BLOCKS]), np.float32)
-        k, first = task // tasks, task % tasks * at_once
-        for row in range(first, min(first + at_once, f)):
-            u = _row(up, indices[k], row, x_up.ctypes.data, up_sums.ctypes.data, scratch.ctypes.data)
-            g = u
-            if gated:
-                g = _row(
-                    gate, indices[k], row, x_gate.ctypes.data, gate_sums.ctypes.data, scratch.ctypes.data
-                )
-            _place(down, call_activation(act, g, u, alpha, limit), row, hidden[k], hidden_sums[k])
+        k, first = task // tasks, task % tasks * ROWS_AT_ONCE
+        count = min(ROWS_AT_ONCE, f - first)
+        u, g = np.empty(ROWS_AT_ONCE, np.float32), np.empty(ROWS_AT_ONCE, np.float32)
+        _rows(up, indices[k], first, count, x_up, up_sums, u)
+        if gated:
+            _rows(gate, indices[k], first, count, x_gate, gate_sums, g)
+        for row in range(count):
+            u[row] = _call_activation(act, g[row] if gated else u[row], u[row], alpha, limit)
+        _lay_out(down, u, first, count, hidden[k], hidden_sums[k])
 
     for task in prange((h + OUTPUTS_AT_ONCE - 1) // OUTPUTS_AT_ONCE):
-        scratch = np.empty(down[BLOCKS], np.float32)
         first = task * OUTPUTS_AT_ONCE
-        end = min(first + OUTPUTS_AT_ONCE, h)
-        out[first:end] = 0
+        count = min(OUTPUTS_AT_ONCE, h - first)
+        part = np.empty(OUTPUTS_AT_ONCE, np.float32)
+        total = np.zeros(OUTPUTS_AT_ONCE, np.float32)
         for k in range(top_k):
-            for row in range(first, end):
-                out[row] += weights[k] * _row(
-                    down,
-                    indices[k],
-                    row,
-                    hidden[k].ctypes.data,
-                    hidden_sums[k].ctypes.data,
-                    scratch.ctypes.data,
-                )
+            _rows(down, indices[k], first, count, hidden[k], hidden_sums[k], part)
+            for row in range(count):
+                total[row] += weights[k] * part[row]
+        for row in range(count):
+            out[first + row] = total[row]
     return -1
 
 
