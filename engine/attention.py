@@ -139,8 +139,14 @@ class Attention(Mixer):
             v = mx.fast.rms_norm(v, None, self._eps)
         return v if spec.value_scale == 1.0 else v * spec.value_scale
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
+    def __call__(
+        self, x: mx.array, state: ForwardState, cache: Any = None, mask: mx.array | None = None
+    ) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``.
+
+        Args:
+            mask: which keys each query sees, where it is not the plain causal or windowed mask.
+        """
         spec, (B, L, _) = self._spec, x.shape
         q, k, v, gate = self._project(x, state)
         if self.reuses_kv:
@@ -153,10 +159,8 @@ class Attention(Mixer):
             q = q * query_temperature(spec.temperature, offset, L, q.dtype)
         if not self.reuses_kv:
             k, v = self._turned(k, self.kv_heads, self._leaves[1], offset), self._values(v)
-            if spec.chunk:
-                mask = state.chunked_mask(x, cache, spec.chunk)
-            else:
-                mask = state.attention_mask(x, cache, self.window)
+            if mask is None:
+                mask = self._visible(x, state, cache)
             if cache is not None:
                 k, v = cache.update_and_fetch(k, v)
             if spec.reuse_kv_last:
@@ -166,6 +170,12 @@ class Attention(Mixer):
         )
         out = out.swapaxes(1, 2).reshape(B, L, self.heads * self.v_head_dim)
         return self[spec.names.o](self._gate(out, x, gate))
+
+    def _visible(self, x: mx.array, state: ForwardState, cache: Any) -> Any:
+        """The causal mask, inside a window or a chunk where there is one."""
+        if self._spec.chunk:
+            return state.chunked_mask(x, cache, self._spec.chunk)
+        return state.attention_mask(x, cache, self.window)
 
     def _sinks(self, dtype: mx.Dtype) -> mx.array | None:
         leaf = self._spec.sinks

@@ -202,8 +202,7 @@ class Carrier:
 
     def _original_values(self, tensors: Tensors) -> None:
         """Undo what original files store differently: zero-centred norms."""
-        family = self.plan.family
-        if family.norm.offset == "load":
+        if self.plan.norm.offset == "load":
             for name in tensors:
                 if name in self.tree.shapes and self._is_centred_norm(name):
                     tensors[name] = tensors[name] + 1.0
@@ -234,7 +233,7 @@ class Carrier:
             expert_layout: index into the family's expert layouts; None keeps the tree's.
         """
         result = dict(tensors)
-        if self.plan.family.norm.offset == "load":
+        if self.plan.norm.offset == "load":
             for name in result:
                 if self._is_centred_norm(name):
                     result[name] = result[name] - 1.0

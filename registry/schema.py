@@ -22,10 +22,12 @@ from mlx_experts.registry.values import AnyValue, Bool, Int, Num, Ref, Spec, Str
 
 if TYPE_CHECKING:
     NormKind = Literal["rms", "layer", "layer_no_bias"]
+    NormOffset = Literal["none", "load", "run"]
     Weigh = Literal["output", "input"]
     Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
 else:
     NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
+    NormOffset = Ref | Literal["none", "load", "run"]
     Weigh = Ref | Literal["output", "input"]
     Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
 
@@ -43,7 +45,7 @@ class NormSpec(Spec):
 
     kind: NormKind = Field(description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
     eps: Num | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
-    offset: Literal["none", "load", "run"] = Field(
+    offset: NormOffset = Field(
         "none",
         description="Zero-centred weights: `load` adds one while loading original checkpoints, "
         "`run` adds one at run time.",

@@ -2,6 +2,7 @@
 
 MODULES: tuple[str, ...] = (
     "absorb",
+    "block_sparse",
     "dsa",
     "gated_delta",
     "kimi_delta",
@@ -12,6 +13,7 @@ MODULES: tuple[str, ...] = (
     "ngram_embedding",
     "normed_residual",
     "parallel_moe",
+    "shared_row",
     "short_conv",
     "shortcut",
     "sparsemixer",

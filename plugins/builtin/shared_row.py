@@ -1,0 +1,64 @@
+"""Takes the shared expert out of a stack that holds it as one more expert, past the routed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_experts.engine.layout import Tensors, Tree, fill, put
+from mlx_experts.engine.options import read_options
+from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.values import Spec
+
+
+class SharedRowOptions(Spec):
+    """Where the shared expert's module goes."""
+
+    to: str
+
+
+@dataclass(frozen=True)
+class SharedRowOperation:
+    """Every stack in ``source`` with one row more than there are routed experts is cut in two.
+
+    The cut runs along the experts, which no format packs, so it is exact on quantised planes too. What is
+    written keeps the two apart.
+    """
+
+    source: str
+    target: str
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        """Move each stack's last row to the leaf of the same name in ``target``."""
+        done = False
+        for layer, experts in tree.experts.items():
+            at = {"{layer}": str(layer)}
+            source, target = fill(self.source, at), fill(self.target, at)
+            for name in [name for name in tensors if name.startswith(source + ".")]:
+                value = tensors[name]
+                if not value.ndim or value.shape[0] != experts + 1:
+                    continue
+                # Copies, so that the whole can be released.
+                tensors[name] = mx.contiguous(value[:experts])
+                put(tensors, target + name[len(source) :], {"": mx.contiguous(value[experts])})
+                done = True
+        return done
+
+    def backward(self, tensors: Tensors, tree: Tree) -> None:
+        """Checkpoints of either form load."""
+
+
+def make_shared_row(source: str, options: Mapping[str, Any]) -> SharedRowOperation:
+    """The operation on one module path."""
+    return SharedRowOperation(
+        source, read_options(SharedRowOptions, options, "the layout operation `shared_row`").to
+    )
+
+
+@hookimpl
+def offer_layout_operations() -> dict[str, Any]:
+    """The operation `shared_row`."""
+    return {"shared_row": make_shared_row}
