@@ -1,0 +1,78 @@
+"""Rules that the project holds itself to, read off its own files."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.environment import VARIABLES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = [ROOT / folder for folder in ("api", "registry", "engine", "plugins")]
+MODULES = sorted(path for folder in PACKAGE for path in folder.rglob("*.py"))
+FAMILIES = sorted((ROOT / "families").glob("*.yaml"))
+# Names of families that are also words of the engine's vocabulary.
+WORDS: frozenset[str] = frozenset()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_module_is_longer_than_400_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def test_family_files_are_short() -> None:
+    lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in FAMILIES}
+    assert max(lines.values()) <= 80, max(lines, key=lambda name: lines[name])
+    assert statistics.median(lines.values()) < 40
+
+
+def test_every_family_file_names_the_schema_for_editors() -> None:
+    first = "# yaml-language-server: $schema=../docs/family.schema.json"
+    assert [p.name for p in FAMILIES if p.read_text(encoding="utf-8").splitlines()[0] != first] == []
+
+
+def test_no_family_is_named_outside_families_and_plugins() -> None:
+    """Docstrings may cite the files that mathematics was read from; code may not branch on names."""
+    names = {*Catalog().names(), *(t for e in Catalog().entries.values() for t in e.model_types)} - WORDS
+    quoted = re.compile("|".join(rf"[\"']{re.escape(n)}[\"']" for n in sorted(names)))
+    found = []
+    for path in MODULES:
+        if "plugins" in path.parts:
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if quoted.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
+
+
+def test_builtin_plugins_are_short() -> None:
+    for path in (ROOT / "plugins" / "builtin").glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 250, path.name
+
+
+def test_every_environment_variable_is_listed() -> None:
+    used = {
+        name
+        for path in MODULES
+        for name in re.findall(r"MLX_EXPERTS_[A-Z][A-Z_]*", path.read_text(encoding="utf-8"))
+    }
+    assert used == {variable.name for variable in VARIABLES}
+
+
+def test_no_module_probes_or_swallows() -> None:
+    """No `hasattr`, and no broad `except` beyond the command line's outermost frame."""
+    broad = []
+    for path in MODULES:
+        text = path.read_text(encoding="utf-8")
+        assert "hasattr(" not in text, path
+        broad += [path.name for _ in re.findall(r"^\s*except(?: (?:Base)?Exception\b.*)?:", text, re.M)]
+    assert broad == ["__init__.py"]
+
+
+def test_carried_cases_stay_small() -> None:
+    size = sum(path.stat().st_size for path in (ROOT / "tests" / "cases").rglob("*") if path.is_file())
+    assert size <= 20_000_000
