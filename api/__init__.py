@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlx_lm.generate import batch_generate, generate, stream_generate
+
     from mlx_experts.engine.loading import load, load_model, load_model_for_check, save_model
     from mlx_experts.engine.model import get_model_classes
     from mlx_experts.engine.trace import trace
-    from mlx_lm.generate import batch_generate, generate, stream_generate
 
 _HOME = {
     "batch_generate": "mlx_lm.generate",

@@ -21,11 +21,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source") / "plugin"
     shutil.copytree(PLUGIN, source)
     target = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        + ["--no-build-isolation", "--target", str(target), str(source)],
-        check=True,
-    )
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    pip = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)]
+    subprocess.run(pip, check=True)
     return target
 
 
