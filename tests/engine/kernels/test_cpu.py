@@ -248,8 +248,9 @@ def test_a_planted_fault_is_caught(container, token, stored, monkeypatch, name):
     else:
         monkeypatch.setattr(cpu, "_rows_function", mutant.rows_product)
         monkeypatch.setattr(cpu_rows, "blocks_of", mutant.blocks_of)
-    # 3-bit groups of 32 leave blocks over after whole steps; 33 plain rows leave rows over.
-    shape = {"hidden": 160, "width": 160, "stored": stored("affine", 3, 32)}
+    # 3-bit groups of 32 leave blocks over after whole steps, a step at 4 bits holds several groups, and
+    # 33 plain rows leave rows over.
+    shape = {"hidden": 160, "width": 160, "stored": stored("affine", 4 if name == "group" else 3, 32)}
     if name == "last rows of a task":
         shape = {"hidden": 33, "width": 65}
     experts = pack.read(container(**shape, bias=True), activations.make("swiglu"))
