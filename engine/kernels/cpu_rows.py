@@ -82,10 +82,10 @@ class _Lanes:
     def floats(self) -> ir.Type:
         return ir.VectorType(_F32, self.count)
 
-    def int(self, value: int) -> ir.Constant:
+    def whole(self, value: int) -> ir.Constant:
         return ir.Constant(self.ints, [value] * self.count)
 
-    def float(self, value: float) -> ir.Constant:
+    def real(self, value: float) -> ir.Constant:
         return ir.Constant(self.floats, [value] * self.count)
 
     def load(self, type_: ir.Type, address: Any, index: Any) -> Any:
@@ -107,17 +107,17 @@ class _Lanes:
         return self.builder.bitcast(ints, self.floats)
 
     def shifted_left(self, ints: Any, by: int) -> Any:
-        return self.builder.shl(ints, self.int(by))
+        return self.builder.shl(ints, self.whole(by))
 
     def masked(self, ints: Any, mask: int) -> Any:
-        return self.builder.and_(ints, self.int(mask))
+        return self.builder.and_(ints, self.whole(mask))
 
     def signed(self, magnitude: Any, sign: Any) -> Any:
         """Floats with the sign bits of ``sign``."""
         return self.as_floats(self.builder.or_(self.as_ints(magnitude), sign))
 
     def where(self, test: str, a: Any, b: int, yes: Any, no: Any) -> Any:
-        return self.builder.select(self.builder.icmp_unsigned(test, a, self.int(b)), yes, no)
+        return self.builder.select(self.builder.icmp_unsigned(test, a, self.whole(b)), yes, no)
 
     def small_floats(self, raw: Any, bias: int) -> Any:
         """Floats narrower than float32 from their bits without the sign, moved to float32's mantissa.
@@ -125,27 +125,27 @@ class _Lanes:
         A zero exponent is read as if it were one and the leading one is taken off again, so that no float32
         subnormal occurs: processors are slow on those, or set to drop them.
         """
-        placed = self.builder.add(raw, self.int((127 - bias) << 23))
-        raised = self.as_floats(self.builder.add(placed, self.int(1 << 23)))
-        subnormal = self.builder.fsub(raised, self.float(2.0 ** (1 - bias)))
+        placed = self.builder.add(raw, self.whole((127 - bias) << 23))
+        raised = self.as_floats(self.builder.add(placed, self.whole(1 << 23)))
+        subnormal = self.builder.fsub(raised, self.real(2.0 ** (1 - bias)))
         return self.where("<", raw, 1 << 23, subnormal, self.as_floats(placed))
 
     def from_e4m3(self, byte: Any) -> Any:
         """8-bit floats (4 exponent, 3 mantissa bits) held in the low bits."""
         raw = self.shifted_left(self.masked(byte, 0x7F), 20)
-        value = self.where("==", raw, 0x7F << 20, self.float(math.nan), self.small_floats(raw, 7))
+        value = self.where("==", raw, 0x7F << 20, self.real(math.nan), self.small_floats(raw, 7))
         return self.signed(value, self.shifted_left(self.masked(byte, 0x80), 24))
 
     def from_f16(self, half: Any) -> Any:
         """IEEE halves held in the low bits."""
         raw = self.shifted_left(self.masked(half, 0x7FFF), 13)
-        special = self.as_floats(self.builder.or_(raw, self.int(0x7F800000)))
+        special = self.as_floats(self.builder.or_(raw, self.whole(0x7F800000)))
         value = self.where(">=", raw, 31 << 23, special, self.small_floats(raw, 15))
         return self.signed(value, self.shifted_left(self.masked(half, 0x8000), 16))
 
     def from_e8m0(self, byte: Any) -> Any:
         """Powers of two; byte 0 is 2**-127, which has no normal float32."""
-        return self.as_floats(self.where("==", byte, 0, self.int(1 << 22), self.shifted_left(byte, 23)))
+        return self.as_floats(self.where("==", byte, 0, self.whole(1 << 22), self.shifted_left(byte, 23)))
 
     def stored_floats(self, dtype: str, address: Any, index: Any) -> Any:
         """Scales, biases or plain weights as float32."""
@@ -166,7 +166,7 @@ class _Lanes:
         word, shift = words[start // 32], start % 32
         if shift + bits < 32:
             return self.builder.uitofp(self.masked(word, mask << shift), self.floats)
-        field = self.builder.lshr(word, self.int(shift))
+        field = self.builder.lshr(word, self.whole(shift))
         if shift + bits > 32:
             rest = self.shifted_left(words[start // 32 + 1], 32 - shift)
             field = self.masked(self.builder.or_(field, rest), mask)
@@ -174,9 +174,9 @@ class _Lanes:
 
     def e2m1_field(self, word: Any, position: int) -> Any:
         """Twice the 4-bit floats at one position: 0 1 2 3 4 6 8 12 and their negatives."""
-        nibble = self.builder.lshr(word, self.int(4 * position))
+        nibble = self.builder.lshr(word, self.whole(4 * position))
         entry = self.shifted_left(self.masked(nibble, 7), 2)
-        magnitude = self.masked(self.builder.lshr(self.int(0xC8643210), entry), 15)
+        magnitude = self.masked(self.builder.lshr(self.whole(0xC8643210), entry), 15)
         sign = self.shifted_left(self.masked(nibble, 8), 28)
         return self.signed(self.builder.uitofp(magnitude, self.floats), sign)
 
@@ -210,7 +210,7 @@ def _values(lanes: _Lanes, projection: Projection, row: Any, block: Any) -> Call
     if projection.format == "affine":
         return lambda position: lanes.affine_field(projection.bits, words, position)
     if projection.format == "mxfp8":
-        return lambda position: lanes.from_e4m3(lanes.builder.lshr(words[0], lanes.int(8 * position)))
+        return lambda position: lanes.from_e4m3(lanes.builder.lshr(words[0], lanes.whole(8 * position)))
     return lambda position: lanes.e2m1_field(words[0], position)
 
 
@@ -248,18 +248,19 @@ def _step(
     if projection.format == "plain":
         return parts
     for r, (_, scales, biases) in enumerate(rows):
-        spread = _for_each_block(
-            lanes, per_group, block, lambda few, group, at=scales: few.stored_scales(projection, at, group)
-        )
-        parts[r] = builder.fmul(parts[r], spread)
+
+        def scale(few: _Lanes, group: Any, at: Any = scales) -> Any:
+            return few.stored_scales(projection, at, group)
+
+        def bias(few: _Lanes, group: Any, at: Any = biases) -> Any:
+            return few.stored_floats(projection.dtype, at, group)
+
+        parts[r] = builder.fmul(parts[r], _for_each_block(lanes, per_group, block, scale))
         if projection.format == "affine":
-            spread = _for_each_block(
-                lanes,
-                per_group,
-                block,
-                lambda few, group, at=biases: few.stored_floats(projection.dtype, at, group),
+            shift = builder.fmul(
+                _for_each_block(lanes, per_group, block, bias), lanes.load(_F32, sums, block)
             )
-            parts[r] = builder.fadd(parts[r], builder.fmul(spread, lanes.load(_F32, sums, block)))
+            parts[r] = builder.fadd(parts[r], shift)
     return parts
 
 
@@ -294,7 +295,7 @@ def _write_rows(projection: Projection, count: int, sizes: list[int]) -> Any:
             first = ir.Constant(_I64, 0)
             for size in sizes:
                 lanes = _Lanes(builder, size)
-                held = [cgutils.alloca_once_value(builder, lanes.float(0.0)) for _ in rows]
+                held = [cgutils.alloca_once_value(builder, lanes.real(0.0)) for _ in rows]
                 steps = builder.udiv(builder.sub(n, first), ir.Constant(_I64, size))
                 with cgutils.for_range(builder, steps) as loop:
                     block = builder.add(first, builder.mul(loop.index, ir.Constant(_I64, size)))

@@ -222,11 +222,7 @@ MUTATIONS = {
     "mask": (cpu_rows, "mask, start = (1 << bits) - 1", "mask, start = (1 << bits) - 2"),
     "shift": (cpu_rows, "32 - shift)", "31 - shift)"),
     "group": (cpu_rows, "[i * groups // lanes.count", "[0 * groups // lanes.count"),
-    "affine bias": (
-        cpu_rows,
-        "builder.fadd(parts[r], builder.fmul(spread",
-        "builder.fsub(parts[r], builder.fmul(spread",
-    ),
+    "affine bias": (cpu_rows, "builder.fadd(parts[r], shift)", "builder.fsub(parts[r], shift)"),
     "last blocks": (cpu_rows, "return sorted({LANES, last} | middle", "return sorted({LANES} | middle"),
     "last rows of a task": (cpu_rows, "while row < count:", "while row > count:"),
     "expert weight": (cpu_driver, "weights[k] * part", "weights[0] * part"),
