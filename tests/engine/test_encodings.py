@@ -511,6 +511,7 @@ def test_a_scale_without_its_weight_is_refused_by_name():
             "a.weight_zero_point": fp8_bytes(4, 8).view(np.int32),
         },
         {"a.weight_packed": fp8_bytes(4, 32).view(np.int32), "a.weight_scale": scales(4, 2)},
+        {"a.weight": fp8_bytes(4, 98).view(np.int8), "a.weight_scale": scales(4, 3)},
     ],
 )
 def test_planes_that_do_not_fit_are_refused_with_the_tensor_named(tensors):

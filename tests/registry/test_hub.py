@@ -25,6 +25,7 @@ def folder(tmp_path) -> Path:
     folder = tmp_path / "origin"
     (folder / "original").mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "olmoe"}')
+    (folder / "original" / "params.json").write_text("{}")
     (folder / "modeling.py").write_text("raise SystemExit")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     save_file({"x": np.zeros(4, np.float32)}, folder / "consolidated.safetensors")
@@ -75,7 +76,7 @@ def test_a_file_is_refused_with_its_folder_as_the_hint(folder):
 def test_a_download_brings_what_is_needed_and_no_code(hub, folder):
     hub.repos[REPO] = folder
     path = resolve_path(REPO)
-    assert sorted(file.name for file in path.iterdir()) == [
+    assert sorted(file.name for file in path.rglob("*")) == [
         "chat_template.jinja",
         "config.json",
         "model-00001-of-00002.safetensors",
