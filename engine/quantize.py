@@ -172,9 +172,12 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
     for path, found in bare.items():
         planes = ("weight", "scales", "biases", "global_scale")
         values = {p: tensors.pop(f"{path}.{p}", None) for p in planes}
+        weight, scales = values["weight"], values["scales"]
+        assert weight is not None
+        assert scales is not None
         tensors[f"{path}.weight"] = mx.dequantize(
-            values["weight"],
-            values["scales"],
+            weight,
+            scales,
             values["biases"],
             group_size=found.group_size,
             bits=found.bits,

@@ -80,8 +80,7 @@ class Mamba2(Mixer):
                 found=str(spec.groups),
             )
         self._spec, width = spec, layer.sizes.hidden_size
-        auto = spec.head_dim == "auto"
-        self._head_dim = spec.expand * width // spec.heads if auto else spec.head_dim
+        self._head_dim = spec.expand * width // spec.heads if spec.head_dim == "auto" else spec.head_dim
         self._inner, self._vectors = spec.heads * self._head_dim, spec.groups * spec.state
         mixed = self._inner + 2 * self._vectors
         self.in_proj = nn.Linear(width, self._inner + mixed + spec.heads, bias=spec.bias)
