@@ -164,7 +164,7 @@ def random_layer(
     tokens = []
     for _ in range(_TOKENS):
         x = mx.random.normal((1, 1, hidden)).astype(dtype)
-        indices = mx.random.permutation(count)[:top_k].reshape(1, 1, top_k)
+        indices = mx.random.permutation(count)[:top_k].reshape(1, 1, top_k).astype(mx.uint32)
         weights = mx.softmax(mx.random.normal((1, 1, top_k)), axis=-1)
         mx.eval(x, indices, weights)
         tokens.append((x, indices, weights))

@@ -123,7 +123,7 @@ def _decode(model: str, tokens: int, rounds: int, json: bool) -> None:
     from mlx_experts.engine import measure
     from mlx_experts.engine.decoding import compare_decoding
 
-    loaded, tokenizer = load(model)[:2]
+    loaded, tokenizer = load(model)
     prompt = mx.array(tokenizer.encode("The experts of this layer are"))
     result = compare_decoding(loaded, prompt, tokens=tokens, rounds=rounds)
     if json:
