@@ -165,9 +165,12 @@ class Attention(Mixer):
                 k, v = cache.update_and_fetch(k, v)
             if spec.reuse_kv_last:
                 state.shared[self._kept] = (k, v, cache, mask, offset)
+        dtype = q.dtype
+        if spec.float32:
+            q = q.astype(mx.float32)
         out = scaled_dot_product_attention(
             q, k, v, cache=cache, scale=self.scale, mask=mask, sinks=self._sinks(q.dtype)
-        )
+        ).astype(dtype)
         out = out.swapaxes(1, 2).reshape(B, L, self.heads * self.v_head_dim)
         return self[spec.names.o](self._gate(out, x, gate))
 

@@ -99,6 +99,7 @@ class GqaSpec(Spec):
     chunk: Int | None = Field(None, description="Attention stays inside chunks of this many tokens.")
     scale: Num | None = Field(None, description="Softmax scale; `scale_width ** -0.5` when absent.")
     scale_width: Num | None = Field(None, description="Width that scales the softmax; head_dim when absent.")
+    float32: bool = Field(False, description="Queries meet keys and values in float32.")
     clip: Num | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")
     value_scale: Num = Field(1.0, description="Factor on the values.")
     gate: OutputGateSpec | None = Field(None, description="Gate on the output.")

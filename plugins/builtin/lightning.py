@@ -55,7 +55,7 @@ class LightningOptions(Spec):
     rates: Literal["geometric", "alibi"] = Field(
         description="`2 ** (-8 i / heads)`, or ALiBi's, which differ where the heads are no power of two."
     )
-    first: int = Field(0, description="Layer from which the rates begin to fall.")
+    first: int = Field(0, description="Layer that forgets at the full rates; earlier ones forget faster.")
     spread: Num = Field(0.0, description="Added to the number of layers over which they fall.")
 
 
@@ -101,7 +101,7 @@ class Lightning(Mixer):
             self._rope = Rope(layer.rope, layer.rope.width(self._dim), self._dim)
         # Rates fall from the first layer to almost nothing in the last.
         span = max(1, sizes.num_layers - 1) + spec.spread
-        share = 1.0 - max(0, layer.index - spec.first) / span + 1e-5
+        share = 1.0 - (layer.index - spec.first) / span + 1e-5
         self._rates = mx.array([rate * share for rate in head_rates(self._heads, spec.rates == "alibi")])
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
