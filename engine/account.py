@@ -13,13 +13,13 @@ from mlx_experts.registry.errors import TensorError
 _SHOWN = 8
 
 
-def collapse(names: Iterable[str]) -> list[str]:
-    """Tensor names collapsed by pattern: numbers become `{n}`, with how many each pattern stands for."""
+def collapse(names: Iterable[str], what: str = "tensors") -> list[str]:
+    """Names collapsed by pattern: numbers become `{n}`, with how many of ``what`` each pattern stands for."""
     counts: dict[str, list[str]] = defaultdict(list)
     for name in names:
         counts[re.sub(r"(?<=\.)\d+(?=\.|$)", "{n}", name)].append(name)
     return [
-        f"{pattern} ({len(members)} tensors)" if len(members) > 1 else members[0]
+        f"{pattern} ({len(members)} {what})" if len(members) > 1 else members[0]
         for pattern, members in sorted(counts.items())
     ]
 

@@ -9,15 +9,24 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_experts.engine.layout import Operation, RenameOperation, Tensors, Tree, make_operation, put
-from mlx_experts.engine.layout_experts import ExpertStack, carry_experts, stacked_module, uncarry_experts
+from mlx_experts.engine.layout import Operation, Tensors, Tree, put
+from mlx_experts.engine.layout_experts import (
+    ExpertStack,
+    carry_experts,
+    own_fused_layout,
+    stacked_modules,
+    uncarry_experts,
+)
+from mlx_experts.engine.layout_operations import make_operation
 from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import TensorError
-from mlx_experts.registry.layouts import PerExpert
+from mlx_experts.registry.layouts import ExpertLayout, PerExpert, Stacked
 from mlx_experts.registry.resolve import Plan, Resolver
 
 # Rounding to bfloat16 moves the length of a column of length one by less than this.
 _UNIT_TOLERANCE = 0.01
+# What tools put in front of a text model's module paths.
+_WRAPPERS = frozenset({"language_model", "model", "text_model", "thinker"})
 
 
 @dataclass
@@ -77,6 +86,21 @@ class Carrier:
         leaves = ("gate_proj", "up_proj", "down_proj") if layer.moe.experts.kind == "glu" else ("fc1", "fc2")
         return ExpertStack(at, f"{at}.{path}{layer.moe.experts.path}", leaves, layer.sizes.num_experts)
 
+    def sift(self, tensors: Mapping[str, mx.array]) -> tuple[Tensors, Counter[str]]:
+        """The tensors that no rule drops, and how many each rule dropped, by rule."""
+        kept: Tensors = {}
+        dropped: Counter[str] = Counter()
+        for name, value in tensors.items():
+            rule = self._dropped_by(name, self._strip(name))
+            if rule is not None:
+                dropped[rule] += 1
+            elif value.size == 0:
+                # transformers writes the projections of a module of width 0, which is not built here.
+                dropped["tensors without values"] += 1
+            else:
+                kept[name] = value
+        return kept, dropped
+
     def load(self, tensors: Mapping[str, mx.array], *, compare_values: bool = True) -> Carried:
         """From names on disk to the module tree.
 
@@ -86,17 +110,10 @@ class Carrier:
         Raises:
             TensorError: a layout is incomplete or of the wrong shape, or two sources give one parameter.
         """
-        result = Carried({})
-        for name, value in tensors.items():
-            renamed = self._strip(name)
-            rule = self._dropped_by(name, renamed)
-            if rule is not None:
-                result.dropped[rule] += 1
-            elif value.size == 0:
-                # transformers writes the projections of a module of width 0, which is not built here.
-                result.dropped["tensors without values"] += 1
-            else:
-                put(result.tensors, renamed, {"": value})
+        kept, dropped = self.sift(tensors)
+        result = Carried({}, dropped)
+        for name, value in kept.items():
+            put(result.tensors, self._strip(name), {"": value})
         for op in self.ops:
             result.original |= op.forward(result.tensors, self.tree)
         self._carry_all_experts(result)
@@ -108,27 +125,50 @@ class Carrier:
             self._original_values(result.tensors)
         return result
 
-    def module_path(self, path: str) -> str:
-        """Where a module path, spelled as on disk or as in the tree, is in the module tree."""
-        probe: Tensors = {f"{self._strip(path)}.weight": mx.array(0)}
-        for op in self.ops:
-            if isinstance(op, RenameOperation):
-                op.forward(probe, self.tree)
-        name = self._of_experts(next(iter(probe)).removesuffix(".weight"))
-        if f"{name}.weight" not in self.tree.shapes and f"{self.wrapper}{name}.weight" in self.tree.shapes:
-            return self.wrapper + name
-        return name
+    def modules(self, path: str) -> list[str]:
+        """Module paths in the tree that a declared one stands for; empty where there is none.
 
-    def _of_experts(self, path: str) -> str:
-        """The stacked module that holds an expert's own module, or the path itself."""
+        Args:
+            path: spelled as on disk or as in the tree, with or without the wrapper's prefix.
+        """
+        for spelled in self._spellings(path):
+            found = [self._strip(spelled)]
+            for op in self.ops:
+                found = [new for old in found for new in op.modules(old, self.tree)]
+            found = [new for old in found for new in self._of_experts(old)]
+            if all(f"{module}.weight" in self.tree.shapes for module in found):
+                return found
+        return []
+
+    def drops(self, module: str) -> bool:
+        """Whether a declared rule drops the tensors of a module, as the checkpoint spells it."""
+        name = f"{module}.weight"
+        return self._dropped_by(name, self._strip(name)) is not None
+
+    def _spellings(self, path: str) -> list[str]:
+        """The path itself, in the tree's wrapper, and without the wrappers that other tools put around it."""
+        names, tail = self.plan.family.names, path
+        while (head := tail.partition("."))[0] in _WRAPPERS and head[2]:
+            tail = head[2]
+        return [path, f"{self.wrapper}{path}", f"{self.wrapper}{names.root}.{tail}", f"{self.wrapper}{tail}"]
+
+    def _of_experts(self, path: str) -> list[str]:
+        """The stacked modules that hold what a declared layout keeps at ``path``, or the path itself."""
         match = self._layer.match(path)
         stack = self.stack(int(match[1])) if match and int(match[1]) < self.tree.num_layers else None
-        layouts = [each for each in self.spec.experts if isinstance(each, PerExpert)] if stack else []
-        for layout in layouts:
-            assert stack is not None
-            if (module := stacked_module(layout, stack, path)) is not None:
-                return module
-        return path
+        if stack is not None and f"{path}.weight" not in self.tree.shapes:
+            for layout in self._expert_layouts(stack):
+                if modules := stacked_modules(layout, stack, path):
+                    return modules
+        return [path]
+
+    def _expert_layouts(self, stack: ExpertStack) -> tuple[ExpertLayout, ...]:
+        """The declared layouts and, where none of them is there already, the tree's own container, fused."""
+        container = stack.container.removeprefix(f"{stack.layer}.")
+        taken = any(isinstance(each, Stacked) and each.path == container for each in self.spec.experts)
+        if taken or len(stack.leaves) == 2:
+            return self.spec.experts
+        return (*self.spec.experts, own_fused_layout(container))
 
     def _carry_all_experts(self, result: Carried) -> None:
         by_layer: dict[int, Tensors] = {}
@@ -139,7 +179,7 @@ class Carrier:
             stack = self.stack(i)
             if stack is not None:
                 layer = by_layer.setdefault(i, {})
-                result.original |= carry_experts(self.spec.experts, stack, layer, self.tree)
+                result.original |= carry_experts(self._expert_layouts(stack), stack, layer, self.tree)
         for layer in by_layer.values():
             result.tensors.update(layer)
 

@@ -174,18 +174,17 @@ def _carry(model: Model, checkpoint: Checkpoint, result: Inspection) -> dict[str
     """The checkpoint's tensors as lazy placeholders in the module tree; problems are recorded."""
     lazy = {name: placeholder(info) for name, info in checkpoint.tensors.items()}
     try:
-        decoded = decode_encodings(lazy, checkpoint.config, stored_dtypes(checkpoint), values=False)
+        kept, dropped = model.carrier.sift(lazy)
+        decoded = decode_encodings(kept, checkpoint.config, stored_dtypes(checkpoint), values=False)
         carried = model.carry(decoded.weights, compare_values=False)
         entry = decoded.quantization or settings(checkpoint.config)
-        reader = Reader(entry, model.carrier.module_path)
+        reader = Reader(entry, model.carrier)
         formats = quantize_modules(model, carried.tensors, reader)
     except (TensorError, QuantizationError) as error:
         result.problems.append(str(error))
         return None
-    result.notices += [*decoded.notices, *reader.notices]
-    if unmatched := reader.unmatched():
-        result.notices.append("quantisation entries that match no module: " + ", ".join(unmatched[:8]))
-    result.dropped = dict(carried.dropped)
+    result.notices += [*decoded.notices, *reader.remarks()]
+    result.dropped = dict(dropped + carried.dropped)
     result.formats = dict(Counter(str(found) for found in formats.values()))
     return carried.tensors
 

@@ -7,13 +7,12 @@ does nothing where that is absent; a partial source is an error, so nothing is e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_experts.registry import layouts as spec
 from mlx_experts.registry.errors import TensorError
 
 Tensors = dict[str, mx.array]
@@ -55,6 +54,9 @@ class Operation(Protocol):
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
         """Undo :meth:`forward` in place."""
+
+    def modules(self, path: str, tree: Tree) -> list[str]:
+        """Module paths that the one at ``path`` becomes: itself alone where the operation passes it by."""
 
 
 def planes(tensors: Tensors, module: str) -> dict[str, mx.array]:
@@ -109,255 +111,16 @@ def fill(path: str, values: Mapping[str, str]) -> str:
     return path
 
 
-def rows_axis(plane: str, value: mx.array) -> int:
-    """The axis of output rows: the last of a bias vector, the one before the last of a matrix."""
-    return -1 if plane == "bias" or value.ndim == 1 else -2
+def numbers_in(pattern: str, path: str) -> dict[str, str] | None:
+    """The numbers that make a declared path this one, for ``fill``; None where none do."""
+    text = re.escape(pattern).replace(re.escape("{layer}"), r"(?P<layer>\d+)", 1)
+    match = re.fullmatch(text.replace(re.escape("{layer}"), r"(?P=layer)"), path)
+    return None if match is None else {f"{{{key}}}": value for key, value in match.groupdict().items()}
 
 
-@dataclass(frozen=True)
-class RenameOperation:
-    """Gives modules, tensors or whole subtrees another name."""
+class StaysInPlace:
+    """An operation that leaves module paths as they are."""
 
-    spec: spec.Rename
-
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        # A tensor that stands where the tree has a parameter needs no other name.
-        settled = frozenset() if self.spec.source.endswith("*") else frozenset(tree.shapes)
-        return _rename(tensors, self.spec.source, self.spec.target, settled)
-
-    def backward(self, tensors: Tensors, tree: Tree) -> None:
-        _rename(tensors, self.spec.target, self.spec.source)
-
-
-def _rename(tensors: Tensors, source: str, target: str, settled: frozenset[str] = frozenset()) -> bool:
-    pattern = re.escape(source).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
-    if source.endswith("*"):
-        pattern = pattern[: -len(re.escape("*"))] + r"(?P<rest>.+)"
-    else:
-        pattern += rf"(?P<rest>(?:\.(?:{'|'.join(PLANES)}))?)"
-    regex, moved = re.compile(pattern), []
-    for name in tensors:
-        if match := regex.fullmatch(name):
-            module = name.removesuffix(match["rest"]) if match["rest"] else name
-            if settled and (name in settled or f"{module}.weight" in settled):
-                continue
-            layer = match.groupdict().get("layer") or ""
-            new = target.removesuffix("*").replace("{layer}", layer) + match["rest"]
-            moved.append((name, new))
-    values = [(new, tensors.pop(old)) for old, new in moved]
-    for new, value in values:
-        put(tensors, new, {"": value})
-    return bool(moved)
-
-
-@dataclass(frozen=True)
-class SplitOperation:
-    """Cuts one module on disk into several, along its output rows."""
-
-    source: str
-    targets: tuple[str, ...]
-    interleaved: bool = False
-    groups: int = 1
-    channels: bool = False
-
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        done = False
-        for at in per_layer(self.source, tree):
-            module, targets = fill(self.source, at), [fill(t, at) for t in self.targets]
-            found = take(tensors, module)
-            for plane, value in found.items():
-                if self.channels:
-                    parts = mx.split(value, len(targets), axis=0)
-                    for target, part in zip(targets, parts, strict=True):
-                        put(tensors, target, {plane: mx.contiguous(part)})
-                    continue
-                sizes = [tree.rows(t) for t in targets]
-                for target, part in zip(targets, self._cut(plane, value, sizes, module), strict=True):
-                    put(tensors, target, {plane: part})
-            done = done or bool(found)
-        return done
-
-    def _cut(self, plane: str, value: mx.array, sizes: list[int], module: str) -> list[mx.array]:
-        axis, count = rows_axis(plane, value), len(sizes)
-        if plane == "global_scale":
-            return [value] * count
-        if value.shape[axis] != sum(sizes):
-            raise TensorError(
-                "a fused tensor does not have the rows of its parts",
-                where=name_of(module, plane),
-                expected=f"{' + '.join(map(str, sizes))} = {sum(sizes)} rows",
-                found=f"shape {list(value.shape)}",
-            )
-        if self.interleaved:
-            index = [slice(None)] * value.ndim
-            parts = []
-            for i in range(count):
-                index[axis] = slice(i, None, count)
-                parts.append(mx.contiguous(value[tuple(index)]))
-            return parts
-        if self.groups == 1:
-            return _slices(value, sizes, axis)
-        grouped = mx.unflatten(value, axis, (self.groups, -1))
-        parts = _slices(grouped, [s // self.groups for s in sizes], axis)
-        return [part.flatten(axis - 1, axis) for part in parts]
-
-    def backward(self, tensors: Tensors, tree: Tree) -> None:
-        for at in per_layer(self.source, tree):
-            if not all(planes(tensors, fill(t, at)) for t in self.targets):
-                continue
-            targets = [take(tensors, fill(t, at)) for t in self.targets]
-            for plane in targets[0]:
-                parts = [t[plane] for t in targets]
-                axis = 0 if self.channels else rows_axis(plane, parts[0])
-                if self.interleaved:
-                    value = mx.stack(parts, axis=parts[0].ndim + axis + 1)
-                    value = value.flatten(value.ndim - 3 if axis == -2 else value.ndim - 2, axis)
-                elif self.groups == 1:
-                    value = mx.concatenate(parts, axis=axis)
-                else:
-                    cut = [mx.unflatten(p, axis, (self.groups, -1)) for p in parts]
-                    value = mx.concatenate(cut, axis=axis).flatten(axis - 1, axis)
-                put(tensors, fill(self.source, at), {plane: value})
-
-
-def _slices(value: mx.array, sizes: list[int], axis: int) -> list[mx.array]:
-    """Copies one by one: a view would keep the whole alive, and kernels read rows without gaps."""
-    parts, at = [], 0
-    for size in sizes:
-        index = [slice(None)] * value.ndim
-        index[axis] = slice(at, at + size)
-        parts.append(mx.contiguous(value[tuple(index)]))
-        at += size
-    return parts
-
-
-@dataclass(frozen=True)
-class ConcatOperation:
-    """Joins several modules on disk into one, along their output rows; a split seen from behind."""
-
-    sources: tuple[str, ...]
-    target: str
-
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        done = False
-        for at in per_layer(self.target, tree):
-            present = [bool(planes(tensors, fill(s, at))) for s in self.sources]
-            if not any(present):
-                continue
-            if not all(present):
-                missing = [fill(s, at) for s, there in zip(self.sources, present, strict=True) if not there]
-                raise TensorError("parts of a joined tensor are missing", where=", ".join(missing))
-            parts = [take(tensors, fill(s, at)) for s in self.sources]
-            for plane in parts[0]:
-                values = [part[plane] for part in parts]
-                # A depthwise kernel [C, ...] and a vector are joined along their first axis.
-                axis = 0 if plane != "global_scale" and values[0].ndim != 2 else rows_axis(plane, values[0])
-                put(tensors, fill(self.target, at), {plane: mx.concatenate(values, axis=axis)})
-            done = True
-        return done
-
-    def backward(self, tensors: Tensors, tree: Tree) -> None:
-        raise NotImplementedError("the module tree holds the joined tensor; checkpoints of either form load")
-
-
-@dataclass(frozen=True)
-class ConvOperation:
-    """A depthwise kernel, [C, 1, K] on disk and [C, K, 1] in MLX, perhaps under another name."""
-
-    source: str
-    target: str
-
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        done = False
-        for at in per_layer(self.source, tree):
-            name, target = fill(self.source, at), fill(self.target, at)
-            value = tensors.get(name)
-            if value is not None and value.ndim == 3 and value.shape != tree.shapes.get(name):
-                put(tensors, target, {"": tensors.pop(name).swapaxes(1, 2)})
-                done = True
-        return done
-
-    def backward(self, tensors: Tensors, tree: Tree) -> None:
-        for at in per_layer(self.source, tree):
-            if (target := fill(self.target, at)) in tensors:
-                put(tensors, fill(self.source, at), {"": tensors.pop(target).swapaxes(1, 2)})
-
-
-@dataclass(frozen=True)
-class ReshapeOperation:
-    """Gives a tensor the shape that its parameter has."""
-
-    source: str
-
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        for at in per_layer(self.source, tree):
-            name = fill(self.source, at)
-            shape = tree.shapes.get(name)
-            if name in tensors and shape is not None and tensors[name].shape != shape:
-                size = 1
-                for n in shape:
-                    size *= n
-                if tensors[name].size != size:
-                    raise TensorError(
-                        "a tensor does not hold as many values as its parameter",
-                        where=name,
-                        expected=f"shape {list(shape)}",
-                        found=f"shape {list(tensors[name].shape)}",
-                    )
-                tensors[name] = tensors[name].reshape(shape)
-        return False
-
-    def backward(self, tensors: Tensors, tree: Tree) -> None:
-        """The parameter's own shape is accepted on disk too."""
-
-
-@dataclass(frozen=True)
-class PickOperation:
-    """Takes one row of a tensor, or its transpose, and gives it another name."""
-
-    spec: spec.PickOp
-
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        done = False
-        for at in per_layer(self.spec.source, tree):
-            value = tensors.pop(fill(self.spec.source, at), None)
-            if value is None:
-                continue
-            value = value if self.spec.row is None else value[self.spec.row]
-            put(tensors, fill(self.spec.target, at), {"": value.T if self.spec.transposed else value})
-            done = True
-        return done
-
-    def backward(self, tensors: Tensors, tree: Tree) -> None:
-        for at in per_layer(self.spec.source, tree):
-            value = tensors.pop(fill(self.spec.target, at), None)
-            if value is None:
-                continue
-            value = value.T if self.spec.transposed else value
-            # The rows that were left behind are gone; the one that was taken stands for them.
-            rows = value if self.spec.row is None else mx.stack([value] * (self.spec.row + 1))
-            put(tensors, fill(self.spec.source, at), {"": rows})
-
-
-def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str], Any]) -> Operation:
-    """The operation that a family file declares.
-
-    Args:
-        resolve: reads config references of the declaration.
-        plugin: finds a plugin's operation by name.
-    """
-    match op:
-        case spec.Rename():
-            return RenameOperation(op)
-        case spec.SplitOp():
-            return SplitOperation(op.source, op.target, op.interleaved, resolve(op.groups), op.channels)
-        case spec.ConcatOp():
-            return ConcatOperation(op.source, op.target)
-        case spec.ConvOp():
-            return ConvOperation(op.source, op.target or op.source)
-        case spec.ReshapeOp():
-            return ReshapeOperation(op.source)
-        case spec.PickOp():
-            return PickOperation(op)
-    made: Operation = plugin(op.name)(source=op.source, options=resolve(op.options))
-    return made
+    def modules(self, path: str, tree: Tree) -> list[str]:
+        """The path itself."""
+        return [path]

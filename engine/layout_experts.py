@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_experts.engine.layout import SplitOperation, Tensors, Tree, planes, put, take
+from mlx_experts.engine.layout import Tensors, Tree, planes, put, take
+from mlx_experts.engine.layout_operations import SplitOperation
 from mlx_experts.registry import layouts as spec
 from mlx_experts.registry.errors import TensorError
 
@@ -64,17 +65,38 @@ def carry_experts(
 
 
 def uncarry_experts(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
-    """Write one layer's experts as a checkpoint of ``layout`` has them."""
+    """Write one layer's experts as a checkpoint of ``layout`` has them.
+
+    Raises:
+        TensorError: a projection is not there, so it would be missing from what is written.
+    """
+    absent = [name for name in map(stack.module, range(len(stack.leaves))) if not planes(tensors, name)]
+    if absent:
+        raise TensorError("the experts of a layer are not complete", where=", ".join(absent))
     _BACKWARD[type(layout)](layout, stack, tensors, tree)
 
 
-def stacked_module(layout: spec.PerExpert, stack: ExpertStack, path: str) -> str | None:
-    """The stacked module that holds the expert's own module at ``path``, or None where that is none."""
-    pattern = re.compile(re.escape(_base(layout, stack)) + r"\.\d+\.(.+)")
-    match = pattern.fullmatch(path)
-    if match is None or match[1] not in layout.leaves or layout.fused:
-        return None
-    return stack.module(layout.leaves.index(match[1]))
+def stacked_modules(layout: spec.ExpertLayout, stack: ExpertStack, path: str) -> list[str]:
+    """The stacked modules that hold what ``layout`` keeps at ``path``; empty where none do."""
+    leaves = [stack.module(i) for i in range(len(stack.leaves))]
+    if isinstance(layout, spec.PerExpert):
+        match = re.fullmatch(re.escape(_base(layout, stack)) + r"\.\d+\.(.+)", path)
+        if match is None or match[1] not in layout.leaves:
+            return []
+        at, fused = layout.leaves.index(match[1]), layout.fused is not None
+    else:
+        sources = _sources(layout, stack)
+        if path not in sources:
+            return []
+        at, fused = sources.index(path), isinstance(layout, spec.Stacked)
+    if not fused:
+        return [leaves[at]]
+    return leaves[:-1] if at == 0 else leaves[-1:]
+
+
+def own_fused_layout(container: str) -> spec.Stacked:
+    """The module tree's own container with gate and up joined, gate first, as some MLX tools write it."""
+    return spec.Stacked(kind="stacked", path=container, suffix=".weight")
 
 
 def _words(layout: spec.ExpertLayout) -> str:

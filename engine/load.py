@@ -86,33 +86,26 @@ def load_checkpoint(
     report = LoadReport(plan.family.family, list(checkpoint.notices))
     dense = _DTYPES.get(compute_dtype(dtype) or "", mx.bfloat16)
     with reading(checkpoint):
-        decoded = decode_encodings(
-            load_arrays(checkpoint, progress), config, stored_dtypes(checkpoint), dense
-        )
+        arrays, dropped = model.carrier.sift(load_arrays(checkpoint, progress))
+        decoded = decode_encodings(arrays, config, stored_dtypes(checkpoint), dense)
     report.notices += decoded.notices
     carried = model.carry(decoded.weights)
-    report.dropped = dict(carried.dropped)
+    report.dropped = dict(dropped + carried.dropped)
     report.notices += [
         f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
         for rule, count in carried.lacking.items()
     ]
     entry = decoded.quantization or settings(config)
-    reader = Reader(entry, model.carrier.module_path)
+    reader = Reader(entry, model.carrier)
     report.formats = quantize_modules(model, carried.tensors, reader)
-    report.notices += reader.notices
-    if unmatched := reader.unmatched():
-        report.notices.append("quantisation entries that match no module: " + ", ".join(unmatched[:8]))
+    report.notices += reader.remarks()
     wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
     check_account(wanted, carried.tensors, checkpoint.where)
     report.dtype = compute_dtype(dtype)
     tensors = cast_tensors(model, carried.tensors, report.dtype)
     model.update(tree_unflatten(list(tensors.items())))
     model.eval()
-    if report.formats and "quantization" not in config:
-        config["quantization"] = saved_quantization(report.formats, entry)
-    if "quant_method" in (config.get("quantization_config") or {}):
-        # The tensors are no longer encoded as another library left them.
-        del config["quantization_config"]
+    _settle_quantization(config, report.formats, reader.as_declared and decoded.quantization is None)
     if not lazy:
         with reading(checkpoint):
             mx.eval(model.parameters())
@@ -133,33 +126,61 @@ def compute_dtype(dtype: str | None) -> str | None:
 
 
 def cast_tensors(model: Model, tensors: Mapping[str, mx.array], dtype: str | None) -> dict[str, mx.array]:
-    """Float tensors in the compute dtype, except those that stay float32; all as they are for None."""
-    if dtype is None:
-        return dict(tensors)
-    keeps, wanted = model.cast_predicate, _DTYPES[dtype]
+    """Float tensors, scales of quantised ones too, in the compute dtype, except those that stay float32.
+
+    Tensors of two types would widen what they meet to float32, so None too stands for one type: the
+    checkpoint's own.
+    """
+    keeps = model.cast_predicate
+    wanted = _own_dtype(model, tensors) if dtype is None else _DTYPES[dtype]
     return {
         name: value.astype(wanted)
-        if mx.issubdtype(value.dtype, mx.floating) and keeps(name) and not name.endswith(".global_scale")
+        if mx.issubdtype(value.dtype, mx.floating)
+        and (wanted == mx.float32 or keeps(name))
+        and not name.endswith(".global_scale")
         else value
         for name, value in tensors.items()
     }
 
 
-def saved_quantization(formats: Mapping[str, Format], entry: Mapping[str, Any]) -> dict[str, Any]:
+def _own_dtype(model: Model, tensors: Mapping[str, mx.array]) -> mx.Dtype:
+    """The dtype that a checkpoint computes in: what its config says where its tensors have it, else that
+    of the embedding."""
+    plan = model.args.plan
+    floats = {n: v.dtype for n, v in tensors.items() if mx.issubdtype(v.dtype, mx.floating)}
+    for key in ("dtype", "torch_dtype"):
+        stated = _DTYPES.get(str(plan.config.get(key)))
+        if stated is not None and stated in floats.values():
+            return stated
+    names = plan.family.names
+    embedding = f"{names.wrapper}.{names.root}.{names.embed}".removeprefix(".")
+    found = (floats.get(f"{embedding}.{plane}") for plane in ("weight", "scales"))
+    return next(filter(None, [*found, *floats.values()]), mx.float32)
+
+
+def _settle_quantization(config: dict[str, Any], formats: Mapping[str, Format], as_declared: bool) -> None:
+    """Make the config say how the tensors are quantised now, for whoever saves them."""
+    if not formats or not as_declared or "quantization" not in config:
+        config.pop("quantization", None)
+        # Another library's entry no longer holds, and mlx-lm's copy of its own must not differ.
+        config.pop("quantization_config", None)
+        if formats:
+            config["quantization"] = saved_quantization(formats)
+
+
+def saved_quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
     """The quantisation entry that describes these formats: the commonest as default, the rest by path."""
     counts: dict[Format, int] = {}
     for found in formats.values():
         counts[found] = counts.get(found, 0) + 1
     common = max(counts, key=lambda f: counts[f])
-    result: dict[str, Any] = _words(common)
-    for path, found in formats.items():
-        if found != common:
-            result[path] = _words(found)
-    return result
+    others = {path: _words(found) for path, found in formats.items() if found != common}
+    return {**_words(common), **others}
 
 
 def _words(found: Format) -> dict[str, Any]:
-    return {"group_size": found.group_size, "bits": found.bits, "mode": found.mode}
+    words = {"group_size": found.group_size, "bits": found.bits, "mode": found.mode}
+    return {**words, "global_scale": True} if found.global_scale else words
 
 
 def parameter_bytes(model: nn.Module) -> int:

@@ -325,14 +325,18 @@ class Model(nn.Module):
 
     @property
     def cast_predicate(self) -> Any:
-        """Selection biases and the mixers' float32 leaves keep their type at conversion."""
+        """Selection biases, float32 routers and the mixers' float32 leaves keep their type."""
+        routers = set()
         leaves = {leaf for m in self.modules() if isinstance(m, Mixer) for leaf in m.float32_leaves}
         for i in self.args.plan.moe_layers:
             moe = self.args.plan.layers[i].moe
             if moe is not None and moe.router.selection_bias is not None:
                 leaves.add(moe.router.selection_bias.path.rsplit(".", 1)[-1])
+            if moe is not None and moe.router.dtype == "float32":
+                path = f"{moe.path}.{moe.router.path}" if moe.path else moe.router.path
+                routers.add(f"{self._carrier.layers}.{i}.{path}.weight")
 
-        return lambda path: path.rsplit(".", 1)[-1] not in leaves
+        return lambda path: path.rsplit(".", 1)[-1] not in leaves and path not in routers
 
 
 def get_model_classes(config: Mapping[str, Any]) -> tuple[type[Model], type[ModelArgs]]:

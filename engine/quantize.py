@@ -7,17 +7,19 @@ otherwise the planes decide, with a notice; otherwise the tensor is refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_experts.engine.account import collapse
 from mlx_experts.registry.errors import QuantizationError
+from mlx_experts.registry.jsontext import short
 
-AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-AFFINE_GROUPS = (16, 32, 64, 128)
+AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
 # Every other mode of MLX allows one pair of bits and group size.
 FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 _SCALARS = ("group_size", "bits", "mode")
@@ -53,25 +55,36 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+class Places(Protocol):
+    """Where the checkpoint's module paths lie in the module tree."""
+
+    def modules(self, path: str) -> list[str]:
+        """Module paths in the tree that a declared one stands for; empty where there is none."""
+
+    def drops(self, module: str) -> bool:
+        """Whether a rule drops the tensors of a module, as the checkpoint spells it."""
+
+
 class Reader:
     """Finds the format of every quantised module of one checkpoint.
 
     Args:
         entry: the config's quantisation entry.
-        rename: carries a declared module path to the module tree, as tensor names are carried.
+        places: carries declared module paths to the module tree, as tensor names are carried.
     """
 
-    def __init__(self, entry: Mapping[str, Any], rename: Callable[[str], str]) -> None:
+    def __init__(self, entry: Mapping[str, Any], places: Places) -> None:
         self.default = {k: entry[k] for k in _SCALARS if entry.get(k) is not None}
-        self.overrides: dict[str, Any] = {}
-        self.spelled: dict[str, str] = {}
-        self.notices: list[str] = []
+        self._overrides: dict[str, tuple[str, Any]] = {}
+        self._unused: set[str] = set()
+        self._remarks: dict[str, list[str]] = {}
+        self._as_declared = True
         for key, value in entry.items():
-            if isinstance(value, Mapping) or value is False or value is True:
-                path = rename(key)
-                self.overrides[path] = value
-                self.spelled[path] = key
-        self._used: set[str] = set()
+            if not isinstance(value, Mapping | bool) or places.drops(key):
+                continue
+            modules = places.modules(key)
+            self._overrides.update((path, (key, value)) for path in modules)
+            self._unused.add(key)
 
     def read(self, path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> Format | None:
         """The format of one module, or None where its weight is stored in full precision.
@@ -79,27 +92,19 @@ class Reader:
         Raises:
             QuantizationError: the planes fit no format.
         """
-        override = self.overrides.get(path)
-        if override is not None:
-            self._used.add(path)
+        key, override = self._overrides.get(path, ("", None))
+        self._unused.discard(key)
         if f"{path}.scales" not in tensors:
             if isinstance(override, Mapping):
-                self.notices.append(
-                    f"the quantisation entry '{self.spelled[path]}' is ignored: the tensor is not quantised"
-                )
+                self._note("quantisation entries are ignored, because the tensors are not quantised", key)
             return None
         planes = {p: tensors.get(f"{path}.{p}") for p in ("weight", "scales", "biases", "global_scale")}
         if planes["weight"] is None:
             raise QuantizationError("scales without a weight", where=f"{path}.scales")
         width = module.weight.shape[-1]
-        declared = self._declared(override)
-        stored = stored_format(planes, width)
-        if declared is not None and stored is not None and declared != stored:
-            self.notices.append(
-                f"{path}: the config says {declared}, the tensors are {stored}; used the tensors"
-            )
+        stored, declared = stored_format(planes, width), self._declared(override)
         if stored is None:
-            shapes = ", ".join(f"{p} {list(v.shape)}" for p, v in planes.items() if v is not None)
+            shapes = ", ".join(f"{p} {_spelled(v)}" for p, v in planes.items() if v is not None)
             raise QuantizationError(
                 "quantised planes fit no format that MLX has",
                 where=path,
@@ -107,20 +112,51 @@ class Reader:
                 found=shapes,
                 hint="check that config.json belongs to these weights",
             )
+        if isinstance(override, Mapping) and override.get("mode") is None:
+            # The default's mode is meant, or, as MLX itself reads it, affine; the planes show which.
+            declared = self._declared({**override, "mode": stored.mode})
+            self._as_declared &= stored.mode == "affine"
+        if not declared:
+            self._note(f"the config does not say how modules are quantised; the tensors are {stored}", path)
+        elif declared != str(stored):
+            self._note(f"the config says {declared}, the tensors are {stored}; the tensors are right", path)
         return stored
 
-    def _declared(self, override: Any) -> Format | None:
+    def _declared(self, override: Any) -> str:
+        """What the config says of a module, in the words of a format; nothing where it says nothing."""
+        if override is False:
+            return "not quantised"
         entry = {**self.default, **(override if isinstance(override, Mapping) else {})}
-        if "bits" not in entry or "group_size" not in entry:
-            return None
-        bits, group, mode = entry["bits"], entry["group_size"], entry.get("mode", "affine")
-        if not isinstance(bits, int) or not isinstance(group, int) or not isinstance(mode, str):
-            return None
-        return Format(bits, group, mode, bool(entry.get("global_scale", False)))
+        if not entry.keys() & {"bits", "group_size"}:
+            return ""
+        mode, bits, group = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
+        if isinstance(mode, str) and type(bits) is int and type(group) is int:
+            return str(Format(bits, group, mode))
+        return f"mode {short(mode)}, bits {short(bits)}, group_size {short(group)}"
 
-    def unmatched(self) -> list[str]:
-        """Declared entries that no module answers to, as the config spells them."""
-        return sorted(self.spelled[path] for path in self.overrides if path not in self._used)
+    @property
+    def as_declared(self) -> bool:
+        """Whether the entry says exactly what the modules became."""
+        return self._as_declared and not self._unused
+
+    def unpacked(self, path: str) -> None:
+        """Take note that a module's planes were unpacked, so that the entry does not hold for it."""
+        self._note("unpacked while loading, because the module has no quantised form", path)
+
+    def _note(self, remark: str, name: str) -> None:
+        self._as_declared = False
+        self._remarks.setdefault(remark, []).append(name)
+
+    def remarks(self) -> list[str]:
+        """What did not fit, one sentence for each kind, with the modules it is about."""
+        rows = dict(self._remarks)
+        if self._unused:
+            rows["quantisation entries that match no module"] = sorted(self._unused)
+        return [f"{remark}: {', '.join(collapse(names, 'modules'))}" for remark, names in rows.items()]
+
+
+def _spelled(plane: mx.array) -> str:
+    return f"{str(plane.dtype).removeprefix('mlx.core.')} {list(plane.shape)}"
 
 
 def stored_format(planes: Mapping[str, mx.array | None], width: int) -> Format | None:

@@ -264,4 +264,4 @@ def _quantize_experts(model: Model, mode: str = "affine") -> dict[str, Any]:
 
     nn.quantize(model, class_predicate=predicate)
     mx.eval(model.parameters())
-    return saved_quantization(formats, {})
+    return saved_quantization(formats)

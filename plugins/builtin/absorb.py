@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_experts.engine.layout import Tensors, Tree, fill, per_layer, planes, put, take
+from mlx_experts.engine.layout import Tensors, Tree, fill, numbers_in, per_layer, planes, put, take
 from mlx_experts.engine.options import read_options
 from mlx_experts.engine.quantize import Format, stored_format
 from mlx_experts.plugins.hookspecs import hookimpl
@@ -76,6 +76,10 @@ class AbsorbOperation:
             keys, values = (take(tensors, target)["weight"] for target in targets)
             joined = mx.concatenate([keys.swapaxes(-1, -2), values], axis=1)
             put(tensors, module, {"weight": joined.flatten(0, 1)})
+
+    def modules(self, path: str, tree: Tree) -> list[str]:
+        """The two matrices that ``kv_b_proj`` becomes."""
+        return [path] if numbers_in(self.source, path) is None else list(_targets(path))
 
 
 def _targets(module: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_experts.engine.layout import Tensors, Tree, fill, put
+from mlx_experts.engine.layout import StaysInPlace, Tensors, Tree, fill, put
 from mlx_experts.engine.options import read_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.values import Spec
@@ -21,7 +21,7 @@ class SharedRowOptions(Spec):
 
 
 @dataclass(frozen=True)
-class SharedRowOperation:
+class SharedRowOperation(StaysInPlace):
     """Every stack in ``source`` with one row more than there are routed experts is cut in two.
 
     The cut runs along the experts, which no format packs, so it is exact on quantised planes too. What is
