@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from mlx_experts.registry.layouts import LayoutsSpec
 from mlx_experts.registry.mixers import GqaSpec as GqaSpec
@@ -18,7 +18,18 @@ from mlx_experts.registry.mixers import PluginMixerSpec as PluginMixerSpec
 from mlx_experts.registry.mixers import RopeSpec as RopeSpec
 from mlx_experts.registry.mixers import TemperatureSpec as TemperatureSpec
 from mlx_experts.registry.rules import LayerRule, TypeRule
-from mlx_experts.registry.values import AnyValue, Bool, Int, Num, Ref, Spec, Str
+from mlx_experts.registry.values import (
+    RESOLVED,
+    AnyValue,
+    Bool,
+    Count,
+    Num,
+    Positive,
+    Ref,
+    Spec,
+    Str,
+    Width,
+)
 
 if TYPE_CHECKING:
     NormKind = Literal["rms", "layer", "layer_no_bias"]
@@ -44,7 +55,7 @@ class NormSpec(Spec):
     """The normalisation used by the decoder."""
 
     kind: NormKind = Field(description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
-    eps: Num | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
+    eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
     offset: NormOffset = Field(
         "none",
         description="Zero-centred weights: `load` adds one while loading original checkpoints, "
@@ -81,8 +92,8 @@ class NamesSpec(Spec):
 class LayerInputsSpec(Spec):
     """A second, narrow embedding with a part for each layer, which the layers add to their output."""
 
-    width: Int = Field(description="Width of a layer's part; 0 for none.")
-    vocab_size: Int | None = Field(None, description="Its rows; the size `vocab_size` when absent.")
+    width: Count = Field(description="Width of a layer's part; 0 for none.")
+    vocab_size: Width | None = Field(None, description="Its rows; the size `vocab_size` when absent.")
 
 
 class EmbeddingSpec(Spec):
@@ -102,7 +113,7 @@ class HeadSpec(Spec):
     bias: Bool = Field(False, description="Whether the head has a bias.")
     norm: str | None = Field(None, description="A norm inside the head, before its product.")
     multiplier: Num = Field(1.0, description="Factor on the logits.")
-    divisor: Num = Field(1.0, description="Divisor of the logits.")
+    divisor: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)`; 0 for none.")
     normalise_columns: Bool = Field(False, description="Each column is L2-normalised while loading.")
 
@@ -128,7 +139,7 @@ class DenseSpec(Spec):
 
     path: str = Field("mlp", description="Module path in the layer.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
-    width: Int | None = Field(None, description="Inner width; the size `dense_width` when absent.")
+    width: Width | None = Field(None, description="Inner width; the size `dense_width` when absent.")
     activation: ActivationSpec = Field(description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     names: tuple[str, str, str] = Field(
@@ -146,8 +157,8 @@ class SelectionBiasSpec(Spec):
 class GroupsSpec(Spec):
     """Group-limited selection: only experts of the best groups can be picked."""
 
-    count: Int = Field(description="Number of groups.")
-    keep: Int = Field(description="Groups kept.")
+    count: Count = Field(description="Number of groups.")
+    keep: Count = Field(description="Groups kept.")
     score: Literal["top2", "max"] = Field(description="A group's score: sum of its two best, or its best.")
     enabled: Bool = Field(True, description="Whether selection is limited.")
 
@@ -159,7 +170,7 @@ class NormaliseSpec(Spec):
     eps: Num = Field(0.0, description="Added to the sum.")
     clamp: Num = Field(0.0, description="Lower bound of the sum.")
     skip_single: Bool = Field(False, description="Not done when one expert is picked.")
-    p: Num = Field(1.0, description="The norm that divides: 1 for the sum of magnitudes.")
+    p: Positive = Field(1.0, description="The norm that divides: 1 for the sum of magnitudes.")
 
 
 class RouterSpec(Spec):
@@ -191,11 +202,19 @@ class RouterSpec(Spec):
     scale: Num = Field(1.0, description="Factor on the weights, after normalising.")
     expert_scale: str | None = Field(None, description="Leaf of a learned factor for each expert.")
 
+    @model_validator(mode="after")
+    def _a_linear_holds_no_bias_for_selection(self) -> RouterSpec:
+        """Quantising replaces a Linear, and with it whatever stands inside."""
+        bias = self.selection_bias
+        if self.form == "linear" and bias is not None and bias.path.startswith(f"{self.path}."):
+            raise ValueError("a selection bias inside the router's module needs `form: bare`")
+        return self
+
 
 class LatentSpec(Spec):
     """A narrower space that the routed experts work in."""
 
-    width: Int = Field(description="Width of the space.")
+    width: Width = Field(description="Width of the space.")
     down: str = Field(description="Leaf that projects into it.")
     up: str = Field(description="Leaf that projects out of it, after the weighted sum.")
     bias: Bool = Field(False, description="Biases on both.")
@@ -207,11 +226,11 @@ class ExpertsSpec(Spec):
 
     path: str = Field(description="Container, from the MoE module.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
-    width: Int | None = Field(None, description="Inner width; the size `expert_width` when absent.")
+    width: Width | None = Field(None, description="Inner width; the size `expert_width` when absent.")
     activation: ActivationSpec = Field(description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     latent: LatentSpec | None = Field(None, description="A narrower space for the experts.")
-    zero_experts: Int = Field(0, description="Router columns that return their input.")
+    zero_experts: Count = Field(0, description="Router columns that return their input.")
     weigh: Weigh = Field("output", description="What the weights multiply.")
     output_scale: Num = Field(1.0, description="Factor on the weighted sum.")
 
@@ -222,8 +241,8 @@ class SharedSpec(Spec):
     combine: Combine = Field(description="How its output joins the routed one.")
     path: str = Field(description="Module path, from the MoE module (`../name` for the layer).")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated or not.")
-    width: Int = Field(description="Inner width.")
-    count: Int = Field(1, description="The width is multiplied by this.")
+    width: Count = Field(description="Inner width.")
+    count: Count = Field(1, description="The width is multiplied by this.")
     activation: ActivationSpec = Field(description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     names: tuple[str, str, str] = Field(
@@ -266,26 +285,26 @@ def _key(name: str, *default: None) -> Any:
 class SizesSpec(Spec):
     """Where config.json says the sizes."""
 
-    hidden_size: Int = Field(_key("hidden_size"), description="Model width.")
-    num_layers: Int = Field(_key("num_hidden_layers"), description="Decoder layers.")
-    vocab_size: Int = Field(_key("vocab_size"), description="Rows of the embedding.")
-    num_heads: Int = Field(_key("num_attention_heads"), description="Query heads.")
-    num_kv_heads: Int | None = Field(_key("num_key_value_heads", None), description="Key-value heads.")
-    head_dim: Int | None = Field(
+    hidden_size: Width = Field(_key("hidden_size"), description="Model width.")
+    num_layers: Width = Field(_key("num_hidden_layers"), description="Decoder layers.")
+    vocab_size: Width = Field(_key("vocab_size"), description="Rows of the embedding.")
+    num_heads: Width = Field(_key("num_attention_heads"), description="Query heads.")
+    num_kv_heads: Width | None = Field(_key("num_key_value_heads", None), description="Key-value heads.")
+    head_dim: Width | None = Field(
         _key("head_dim", None), description="Head width; hidden over heads when absent."
     )
-    dense_width: Int | None = Field(_key("intermediate_size", None), description="Width of dense MLPs.")
-    norm_eps: Num = Field(_key("rms_norm_eps"), description="Epsilon of the norms.")
-    max_positions: Int | None = Field(_key("max_position_embeddings", None), description="Longest context.")
-    num_experts: Int = Field(description="Routed experts.")
-    top_k: Int = Field(description="Experts a token picks.")
-    expert_width: Int = Field(description="Inner width of a routed expert.")
+    dense_width: Count | None = Field(_key("intermediate_size", None), description="Width of dense MLPs.")
+    norm_eps: Positive = Field(_key("rms_norm_eps"), description="Epsilon of the norms.")
+    max_positions: Width | None = Field(_key("max_position_embeddings", None), description="Longest context.")
+    num_experts: Width = Field(description="Routed experts.")
+    top_k: Width = Field(description="Experts a token picks.")
+    expert_width: Count = Field(description="Inner width of a routed expert.")
 
     @model_validator(mode="before")
     @classmethod
-    def _names_are_references(cls, data: Any) -> Any:
+    def _names_are_references(cls, data: Any, info: ValidationInfo) -> Any:
         """In this section a bare name, or a list of names, is a config key."""
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or info.context is RESOLVED:
             return data
         return {
             k: {"from": v} if isinstance(v, str) or (isinstance(v, list) and v and k != "") else v
