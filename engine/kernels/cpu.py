@@ -157,13 +157,14 @@ class FusedExperts:
         Raises:
             IndexError: an index is not an expert.
         """
-        inputs = (x.astype(mx.float32), indices.astype(mx.int32), weights.astype(mx.float32))
+        # Casts to the dtype that an array has already cost nothing; each real one is an operation.
+        inputs = (x.astype(mx.float32), indices.astype(mx.uint32), weights.astype(mx.float32))
         if not _evaluated(*inputs):
             return _TRANSFORMED
         if self._held.moved():
             self.__init__(self._experts)  # type: ignore[misc]
         row, chosen, shares = (np.array(a, copy=False).reshape(-1) for a in inputs)
-        out = _fresh(x.shape[-1])
+        out = _fresh(x.shape)
         driver = _numba()
         assert driver is not None
         large = self._bytes_per_expert * chosen.size >= PARALLEL_FROM
@@ -178,13 +179,13 @@ class FusedExperts:
                 np.float32(self._activation.limit),
                 self._num_experts,
                 row,
-                chosen,
+                chosen.view(np.int32),
                 shares,
-                out,
+                out.reshape(-1),
             )
         if bad >= 0:
             raise IndexError(f"expert {chosen[bad]} of {self._num_experts}")
-        return mx.array(out).astype(x.dtype).reshape(x.shape)
+        return mx.array(out).astype(x.dtype)
 
 
 _TRANSFORMED = Decline(
@@ -195,9 +196,9 @@ _TRANSFORMED = Decline(
 )
 
 
-def _fresh(count: int) -> np.ndarray:
+def _fresh(shape: tuple[int, ...]) -> np.ndarray:
     """Room for the output; tests fill it with NaN."""
-    return np.empty(count, np.float32)
+    return np.empty(shape, np.float32)
 
 
 def _evaluated(*arrays: mx.array) -> bool:

@@ -28,7 +28,7 @@ CONSTANTS = {
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs start as NaN, so that one that is not written is seen."""
-    monkeypatch.setattr(cpu, "_fresh", lambda count: np.full(count, np.nan, np.float32))
+    monkeypatch.setattr(cpu, "_fresh", lambda shape: np.full(shape, np.nan, np.float32))
 
 
 def _poison_heap(sizes=(16, 128, 192, 512, 2048, 8192)):
