@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from mlx_experts.engine.inspection import Inspection, inspect_checkpoint
-from mlx_experts.registry.catalog import HEADER_KEYS, Catalog, merge
+from mlx_experts.registry.catalog import Catalog, merge
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.config import ConfigView
 from mlx_experts.registry.errors import ConfigError, RegistryError, UnknownFamilyError
@@ -58,6 +58,7 @@ _SILENT = re.compile(
     r"^(_.*|.*token_id|.*dropout.*|torch_dtype|dtype|use_cache|initializer_.*|transformers_version|.*aux_loss.*|"
     r"output_.*|architectures|model_type|.*_jitter.*|pretraining_tp|auto_map|quantization.*|vision_.*|audio_.*)$"
 )
+_IDENTITY = ("family", "extends", "reference", "model_types", "architectures", "when", "notes")
 _PER_EXPERT = re.compile(r"layers\.\d+\.(?P<path>.+)\.(?P<expert>\d+)\.(?P<leaf>\w+)\.weight$")
 _ROLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "v1", "w2"))
 
@@ -146,7 +147,7 @@ def _one_level(nearest: str, change: dict[str, Any], catalog: Catalog) -> tuple[
     root = own.get("extends")
     if root is None:
         return nearest, change
-    kept = {k: v for k, v in own.items() if k not in (*HEADER_KEYS, "extends", "reference", "notes")}
+    kept = {k: v for k, v in own.items() if k not in _IDENTITY}
     return str(root), merge(kept, change)
 
 
@@ -196,7 +197,7 @@ def _try(
 ) -> tuple[float, Inspection | None, str]:
     """How badly a base with a change explains a checkpoint; lower is better."""
     try:
-        seen = inspect_checkpoint(checkpoint, family=_candidate(base, change, catalog))
+        seen = inspect_checkpoint(checkpoint, family=_candidate(base, change, catalog), tensors_only=True)
     except ConfigError as error:
         return 1e6, None, str(error).splitlines()[0]
     except (RegistryError, ValidationError):

@@ -98,6 +98,7 @@ def inspect_checkpoint(
     families: tuple[Path, ...] = (),
     dtype: str | None = None,
     family: Family | None = None,
+    tensors_only: bool = False,
 ) -> Inspection:
     """Look into a checkpoint without loading it.
 
@@ -107,6 +108,7 @@ def inspect_checkpoint(
         families: further folders with family files.
         dtype: compute dtype, as in loading.
         family: use this family whatever the config says.
+        tensors_only: stop after the account of the tensors.
 
     Raises:
         RegistryError: no family fits, or the config holds a value that cannot be.
@@ -133,6 +135,7 @@ def inspect_checkpoint(
     tensors = _carry(model, checkpoint, result)
     if tensors is not None:
         _account(model, tensors, result, compute_dtype(dtype))
+    if tensors is not None and not tensors_only:
         result.cache_bytes = _cache_bytes(model, context)
         result.paths = _paths(model)
     return result

@@ -20,6 +20,7 @@ from mlx_experts.engine.modules import find, make_norm, place
 from mlx_experts.engine.moe import MoE, make_shared
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.manager import pieces
+from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan, resolve
 from mlx_experts.registry.schema import GqaSpec
 
@@ -80,6 +81,12 @@ class DecoderLayer(nn.Module):
         if mlp is not None:
             section = layer.moe or layer.dense
             assert section is not None
+            if section.path == self._mixer_path:
+                raise ConfigError(
+                    f"layer {layer.index} has a mixer and an MLP in one place",
+                    where=f"the family file, {section.path}",
+                    expected="one of the two, by `variants` and `mlp_variants`",
+                )
             self._mlp_path = section.path
             place(self, section.path, mlp)
         shared = layer.moe.shared if layer.moe is not None else None

@@ -21,20 +21,20 @@ from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Bool, Int, Spec
+from mlx_experts.registry.values import Bool, Spec, Width
 
 
 class Mamba2Options(Spec):
     """Options of a Mamba-2 mixer."""
 
-    heads: Int = Field(description="Heads, a multiple of the groups.")
-    head_dim: Int | Literal["auto"] = Field(
+    heads: Width = Field(description="Heads, a multiple of the groups.")
+    head_dim: Width | Literal["auto"] = Field(
         description="Width of a head; `auto` divides the expanded width by the heads."
     )
-    expand: Int = Field(2, description="Expanded width over the model's, for an automatic head width.")
-    groups: Int = Field(description="Groups of heads that share their input and output vectors.")
-    state: Int = Field(description="State size of each channel.")
-    kernel: Int = Field(description="Width of the convolution.")
+    expand: Width = Field(2, description="Expanded width over the model's, for an automatic head width.")
+    groups: Width = Field(description="Groups of heads that share their input and output vectors.")
+    state: Width = Field(description="State size of each channel.")
+    kernel: Width = Field(description="Width of the convolution.")
     conv_bias: Bool = Field(description="Whether the convolution has a bias.")
     bias: Bool = Field(description="Biases on the input and output projections.")
     step_limit: tuple[float, float] = Field((0.0, float("inf")), description="Bounds of the time step.")
@@ -80,6 +80,13 @@ class Mamba2(Mixer):
                 found=str(spec.groups),
             )
         self._spec, width = spec, layer.sizes.hidden_size
+        if spec.head_dim == "auto" and spec.expand * width % spec.heads:
+            raise ConfigError(
+                "the expanded width cannot be divided among the heads of a state space",
+                where=f"config.json, layer {layer.index}",
+                expected=f"a divisor of {spec.expand * width}",
+                found=str(spec.heads),
+            )
         self._head_dim = spec.expand * width // spec.heads if spec.head_dim == "auto" else spec.head_dim
         self._inner, self._vectors = spec.heads * self._head_dim, spec.groups * spec.state
         mixed = self._inner + 2 * self._vectors
