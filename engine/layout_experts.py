@@ -42,7 +42,7 @@ class ExpertStack:
 def carry_experts(
     layouts: tuple[spec.ExpertLayout, ...], stack: ExpertStack, tensors: Tensors, tree: Tree
 ) -> bool:
-    """Bring one layer's experts into the module tree by the layout that fits; whether one did.
+    """Bring one layer's experts into the module tree by the layout that fits; whether it was an original's.
 
     Raises:
         TensorError: a layout's tensors are there but incomplete, of the wrong shape, or two
@@ -61,7 +61,8 @@ def carry_experts(
         )
     for layout in fitting:
         _FORWARD[type(layout)](layout, stack, tensors, tree)
-    return bool(fitting)
+    # Gate and up joined in the tree's own container is how MLX tools write; originals call it otherwise.
+    return any(_base(layout, stack) != stack.container for layout in fitting)
 
 
 def uncarry_experts(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -184,6 +185,8 @@ def _faults(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tre
 
 def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors) -> list[str]:
     base = _base(layout, stack)
+    if (count := len(_under(tensors, base))) < stack.experts:
+        return [f"{base} has {count} tensors, fewer than the {stack.experts} experts of the config"]
     kinds: dict[str, set[str]] = {leaf: set() for leaf in layout.leaves}
     for leaf in layout.leaves:
         for e in range(stack.experts):

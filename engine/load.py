@@ -17,6 +17,7 @@ from mlx_experts.engine.encodings import decode_encodings
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.model import Model, ModelArgs
 from mlx_experts.engine.quantize import Format, Reader, quantize_modules, settings
+from mlx_experts.registry.bounds import check_sizes
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.resolve import resolve
@@ -75,41 +76,54 @@ def load_checkpoint(
     Raises:
         RegistryError: whatever is wrong with the checkpoint, its config, or an argument.
     """
-    compute_dtype(dtype)
+    compute = compute_dtype(dtype)
     config = {**checkpoint.config, **(model_config or {})}
     known = catalog(*families)
     if isinstance(family, str):
         family = known.load(family)
     plan = resolve(family or known.for_config(config), config)
+    check_sizes(plan, checkpoint)
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = Model(args)
     report = LoadReport(plan.family.family, list(checkpoint.notices))
-    dense = _DTYPES.get(compute_dtype(dtype) or "", mx.bfloat16)
+    report.dtype = compute
     with reading(checkpoint):
-        arrays, dropped = model.carrier.sift(load_arrays(checkpoint, progress))
-        decoded = decode_encodings(arrays, config, stored_dtypes(checkpoint), dense)
-    report.notices += decoded.notices
+        _fill(model, checkpoint, config, report, progress)
+        model.eval()
+        if not lazy:
+            # One layer at a time, so that what is cut or decoded on the way is released with each.
+            for layer in model.layers:
+                mx.eval(layer.parameters())
+            mx.eval(model.parameters())
+    return model, config, report
+
+
+def _fill(
+    model: Model,
+    checkpoint: Checkpoint,
+    config: dict[str, Any],
+    report: LoadReport,
+    progress: Progress | None,
+) -> None:
+    """Give every parameter its tensor, unevaluated; nothing else holds the checkpoint's arrays afterwards."""
+    arrays, dropped = model.carrier.sift(load_arrays(checkpoint, progress))
+    dense = _DTYPES.get(report.dtype or "", mx.bfloat16)
+    decoded = decode_encodings(arrays, config, stored_dtypes(checkpoint), dense)
     carried = model.carry(decoded.weights)
     report.dropped = dict(dropped + carried.dropped)
+    report.notices += decoded.notices
     report.notices += [
         f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
         for rule, count in carried.lacking.items()
     ]
-    entry = decoded.quantization or settings(config)
-    reader = Reader(entry, model.carrier)
+    reader = Reader(decoded.quantization or settings(config), model.carrier)
     report.formats = quantize_modules(model, carried.tensors, reader)
     report.notices += reader.remarks()
     wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
     check_account(wanted, carried.tensors, checkpoint.where)
-    report.dtype = compute_dtype(dtype)
     tensors = cast_tensors(model, carried.tensors, report.dtype)
     model.update(tree_unflatten(list(tensors.items())))
-    model.eval()
     _settle_quantization(config, report.formats, reader.as_declared and decoded.quantization is None)
-    if not lazy:
-        with reading(checkpoint):
-            mx.eval(model.parameters())
-    return model, config, report
 
 
 def compute_dtype(dtype: str | None) -> str | None:
