@@ -42,6 +42,7 @@ class MoE(nn.Module):
         columns = sizes.num_experts + experts.zero_experts
         self._router = Router(spec.router, dims, columns, sizes.top_k, sizes.norm_eps)
         self._router.build(self)
+        self._router.use_fused(fused)
         self._latent = experts.latent if experts.latent is not None and experts.latent.enabled else None
         inner = self._latent.width if self._latent else dims
         width = experts.width if experts.width is not None else sizes.expert_width
@@ -77,6 +78,15 @@ class MoE(nn.Module):
         return self._dispatch.activation
 
     @property
+    def input_width(self) -> int:
+        """Width of the block's input."""
+        return self._router.dims
+
+    def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Experts ``[..., K]`` and their weights ``[..., K]`` for ``x`` [..., D]."""
+        return self._router(self, x)
+
+    @property
     def top_k(self) -> int:
         """Experts that a token picks."""
         return self._router.top_k
@@ -84,6 +94,7 @@ class MoE(nn.Module):
     def use_fused(self, fused: bool | None) -> None:
         """Force, forbid or leave to the policy the fused path of this block from now on."""
         self._dispatch = ExpertDispatch(self._dispatch.layer, self._dispatch.activation, fused)
+        self._router.use_fused(fused)
 
     def facts(self, rows: int, device: Device) -> ExpertFacts:
         """What a fused kernel would be asked for a call of ``rows`` token rows."""

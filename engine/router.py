@@ -6,11 +6,15 @@ Legend: E experts, K experts per token, N groups.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_experts.engine.dispatch import current_device
+from mlx_experts.engine.kernels.facts import Decline, Device
 from mlx_experts.engine.modules import find, place
+from mlx_experts.engine.router_fused import RoutedRun, prepare
 from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.schema import GroupsSpec, NormaliseSpec, RouterSpec
@@ -70,10 +74,21 @@ class Router:
                 hint="a family file maps config values to these words",
             )
         self.spec, self.top_k, self.dims, self.experts, self.eps = spec, top_k, dims, experts, eps
+        self.fused: bool | None = None
+        self._runs: dict[Device, RoutedRun | Decline] = {}
         self.select = None if spec.select == "topk" else pieces().selection(spec.select)
         self.bias_path = (
             spec.selection_bias.path if spec.selection_bias and spec.selection_bias.enabled else None
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Prepared launches hold functions that cannot be copied; they are made again at first use.
+        made = (self.spec, self.dims, self.experts, self.top_k, self.eps)
+        return type(self), made, {"fused": self.fused}
+
+    def use_fused(self, fused: bool | None) -> None:
+        """Force, forbid or leave to the policy the one-launch form from now on."""
+        self.fused, self._runs = fused, {}
 
     def build(self, moe: nn.Module) -> None:
         """Place the router's leaves in ``moe``."""
@@ -116,6 +131,10 @@ class Router:
             Indices ``[..., K]`` in no particular order, and weights ``[..., K]`` in float32.
         """
         spec, logits = self.spec, self.logits(moe, x)
+        if logits.size == self.experts and not moe.training:
+            run = self._one_launch(moe)
+            if not isinstance(run, Decline):
+                return run(logits, find(moe, self.bias_path) if self.bias_path else None)
         if self.select is not None:
             indices, weights = self.select(logits=logits, top_k=self.top_k, options=spec.options)
         else:
@@ -127,6 +146,16 @@ class Router:
         if spec.expert_scale:
             weights = weights * find(moe, spec.expert_scale)[indices].astype(mx.float32)
         return indices, weights
+
+    def _one_launch(self, moe: nn.Module) -> RoutedRun | Decline:
+        """The fused router of the device in use, decided once for each."""
+        device = current_device()
+        run = self._runs.get(device)
+        if run is None:
+            bias = find(moe, self.bias_path) if self.bias_path else None
+            run = prepare(self.spec, self.experts, self.top_k, device, self.fused, bias)
+            self._runs[device] = run
+        return run
 
     def pick(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
         """Top-k selection; weights are gathered from the scores without the selection bias."""
@@ -143,7 +172,7 @@ class Router:
 
 def limit_to_groups(scores: mx.array, spec: GroupsSpec) -> mx.array:
     """Scores ``[..., E]`` with -inf for experts outside the best groups (DeepSeek-V3, section 2.1.2)."""
-    if not spec.enabled or spec.keep >= spec.count:
+    if not spec.enabled or spec.count <= 1 or spec.keep >= spec.count:
         return scores
     grouped = mx.unflatten(scores, -1, (spec.count, -1))
     size = grouped.shape[-1]

@@ -1,0 +1,98 @@
+"""Which declared routers run as one launch, in which words, and that they agree with plain MLX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_experts.engine.families import catalog
+from mlx_experts.engine.kernels.facts import Decline
+from mlx_experts.engine.moe import MoE
+from mlx_experts.engine.router_fused import prepare, steps_of
+from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.registry.schema import RouterSpec
+from mlx_experts.registry.synthetic import tiny_config
+
+BASE: dict[str, Any] = {
+    "path": "gate",
+    "form": "linear",
+    "dtype": "model",
+    "score": "softmax",
+    "order": "score_then_topk",
+}
+
+
+def steps(top_k: int = 2, **changes: Any) -> Any:
+    return steps_of(RouterSpec.model_validate({**BASE, **changes}), 8, top_k)
+
+
+def test_softmax_over_the_picked_is_said_as_softmax_divided_by_the_sum() -> None:
+    made = steps(order="topk_then_score")
+    assert (made.score, made.normalise, made.eps) == ("softmax", "sum", 0.0)
+
+
+def test_normalising_is_left_out_for_a_single_expert_where_the_family_says_so() -> None:
+    rule = {"enabled": True, "eps": 1e-20, "skip_single": True}
+    assert steps(top_k=1, normalise=rule).normalise == "none"
+    assert steps(top_k=2, normalise=rule).normalise == "sum"
+
+
+def test_a_clamped_sum_is_said_as_a_clamp() -> None:
+    made = steps(normalise={"enabled": True, "clamp": 1e-12})
+    assert (made.normalise, made.eps) == ("clamp", 1e-12)
+
+
+def test_groups_that_keep_everything_are_no_groups() -> None:
+    assert steps(groups={"count": 4, "keep": 4, "score": "top2"}).groups == 1
+    made = steps(groups={"count": 4, "keep": 2, "score": "max"})
+    assert (made.groups, made.keep_groups, made.group_score) == (4, 2, "max")
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("select", {"select": "sparsemixer"}),
+        ("score_dtype", {"score_dtype": "logits"}),
+        ("expert_scale", {"expert_scale": "per_expert_scale"}),
+        ("normalise", {"normalise": {"enabled": True, "p": 2.0}}),
+        ("order", {"order": "topk_then_score", "normalise": {"enabled": True}}),
+    ],
+)
+def test_steps_that_the_kernel_lacks_are_declined(rule: str, changes: dict[str, Any]) -> None:
+    made = steps(**changes)
+    assert isinstance(made, Decline)
+    assert made.rule == rule
+
+
+def test_the_cpu_and_the_switch_leave_routing_to_plain_mlx() -> None:
+    spec = RouterSpec.model_validate(BASE)
+    on_cpu = prepare(spec, 8, 2, "cpu", None, None)
+    assert isinstance(on_cpu, Decline)
+    assert on_cpu.rule == "device"
+    off = prepare(spec, 8, 2, "cuda", False, None)
+    assert isinstance(off, Decline)
+    assert off.rule == "switch"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", catalog().names())
+def test_one_launch_routes_as_plain_mlx_does(name: str) -> None:
+    family = catalog().load(name)
+    model = build_tiny(family, tiny_config(family))
+    mx.random.seed(3)
+    for module in model.modules():
+        if not isinstance(module, MoE):
+            continue
+        x = mx.random.normal((1, 1, module.input_width))
+        module.use_fused(True)
+        fused = module.route(x)
+        module.use_fused(False)
+        plain = module.route(x)
+        sort = [np.argsort(np.array(indices).ravel()) for indices, _ in (fused, plain)]
+        chosen = [np.array(i).ravel()[o] for (i, _), o in zip((fused, plain), sort, strict=True)]
+        shares = [np.array(w).ravel()[o] for (_, w), o in zip((fused, plain), sort, strict=True)]
+        np.testing.assert_array_equal(chosen[0], chosen[1])
+        np.testing.assert_allclose(shares[0], shares[1], rtol=1e-5)
