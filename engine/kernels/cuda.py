@@ -34,11 +34,13 @@ def launches(experts: PackedExperts, facts: ExpertFacts, capability: tuple[int, 
     values = facts.top_k * facts.expert_width
     if capability is not None and mma.takes_up(facts):
         room = _SHARED.get(capability, _SHARED_LEAST) * 1024
-        cut_up, cut_down = mma.cut_up(facts), mma.cut_down(facts)
+        cut_up = mma.cut_up(facts)
         fits_up = mma.up_layout(facts, cut_up)[1] <= room
-        if fits_up and mma.takes_down(facts) and mma.down_layout(cut_down)[1] <= room:
-            up = mma.mma_up(BACKEND, experts, facts, cut_up, fragments=True)
-            return Pair(up, mma.mma_down(BACKEND, experts, facts, cut_down), mma.act_words(facts))
+        if fits_up and mma.takes_down(facts):
+            cut_down = mma.cut_down(facts)
+            if mma.down_layout(cut_down)[1] <= room:
+                up = mma.mma_up(BACKEND, experts, facts, cut_up, fragments=True)
+                return Pair(up, mma.mma_down(BACKEND, experts, facts, cut_down), mma.act_words(facts))
         if fits_up:
             up = mma.mma_up(BACKEND, experts, facts, cut_up, fragments=False)
             return Pair(up, rows_down(BACKEND, experts, facts), values)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mlx_experts.engine.kernels.facts import ExpertFacts, Projection
 from mlx_experts.engine.kernels.pack import PackedExperts
 from mlx_experts.engine.kernels.source import (
+    WARP,
     Backend,
     Launch,
     activation_text,
@@ -27,6 +28,8 @@ _VECTOR = 16
 _SCALE_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 
 
+# From this many tiles on, the tiles themselves fill the device.
+_MANY_TILES = 2048
 # Steps of act that a warp of launch B has on their way.
 _STAGES = 4
 
@@ -116,8 +119,13 @@ def rows_a_tile(facts: ExpertFacts) -> int:
 
 
 def cut_up(facts: ExpertFacts) -> CutUp:
-    """The cut of launch A: small blocks, of which a multiprocessor holds several (measured on an H200)."""
-    return CutUp(teams=1, split=min(4, units(facts.up, _halves(facts))))
+    """The cut of launch A: small blocks, of which a multiprocessor holds several.
+
+    Measured on an H200: 768 tiles want four warps each, 3584 tiles want two.
+    """
+    many = facts.top_k * facts.expert_width // rows_a_tile(facts) >= _MANY_TILES
+    split = min(2 if many else 4, units(facts.up, _halves(facts)))
+    return CutUp(teams=max(1, 4 // split) if many else 1, split=split)
 
 
 def cut_down(facts: ExpertFacts) -> CutDown:
@@ -126,6 +134,15 @@ def cut_down(facts: ExpertFacts) -> CutDown:
     tiles, most = (2, 16) if facts.down.rows % 32 == 0 and facts.down.rows >= 4096 else (1, 24)
     # Equal shares: with one warp fewer, some warp would have a unit more.
     return CutDown(tiles, warps=-(-total // -(-total // most)))
+
+
+def _bounded(threads: int) -> str:
+    """Launch bounds, by way of the word that MLX writes before a kernel's name.
+
+    Without them the compiler may take more registers than a block of this size has.
+    """
+    bounds = f"__attribute__((global)) __attribute__((launch_bounds({threads})))"
+    return f"#undef __global__\n#define __global__ {bounds}\n"
 
 
 def _layout(**vectors: int) -> tuple[dict[str, int], int]:
@@ -209,7 +226,8 @@ def mma_up(
         + settings
         + text("tensor.cu")
         + text("mma.cu")
-        + (activation_text(facts.activation) or ""),
+        + (activation_text(facts.activation) or "")
+        + _bounded(cut.warps * WARP),
         source=backend.opening + text("mma_up.cu"),
         groups=-(-facts.top_k * facts.expert_width // (rows_a_tile(facts) * cut.teams)),
         warps=cut.warps,
@@ -242,7 +260,11 @@ def mma_down(backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: 
         label="experts_down_mma",
         inputs=("act", "indices", "weights", *array_names("down", experts.down)),
         outputs=("y",),
-        header=text(backend.prelude) + settings + text("tensor.cu") + text("mma.cu"),
+        header=text(backend.prelude)
+        + settings
+        + text("tensor.cu")
+        + text("mma.cu")
+        + _bounded(cut.warps * WARP),
         source=backend.opening + text("mma_down.cu"),
         groups=down.rows // (16 * cut.tiles),
         warps=cut.warps,

@@ -6,13 +6,15 @@
 
 typedef uint me_uint;
 
+template <typename T> ME_INLINE float me_value(T v) { return static_cast<float>(v); }
+
 ME_INLINE float me_sum(float v) { return simd_sum(v); }
 ME_INLINE float me_swap(float v, int d) { return simd_shuffle_xor(v, ushort(d)); }
 ME_INLINE int me_swap(int v, int d) { return simd_shuffle_xor(v, ushort(d)); }
 ME_INLINE float me_bits(me_uint v) { return as_type<float>(v); }
-ME_INLINE float me_half(me_uint v) { return float(as_type<half>(ushort(v))); }
+ME_INLINE float me_half(me_uint v) { return me_value(as_type<half>(ushort(v))); }
 // MLX builds kernels with fast mathematics, where an infinity may be taken for granted not to happen.
-ME_INLINE float me_exp(float v) { return metal::exp(metal::min(v, 88.0f)); }
+ME_INLINE float me_exp(float v) { return metal::exp(v > 88.0f ? 88.0f : v); }
 ME_INLINE float me_log(float v) { return metal::log(v); }
 ME_INLINE float me_sqrt(float v) { return metal::sqrt(v); }
 // The fast form is NaN for large arguments.
@@ -29,7 +31,6 @@ ME_INLINE float me_erf(float v) {
   return v < 0.0f ? -r : r;
 }
 
-template <typename T> ME_INLINE float me_value(T v) { return static_cast<float>(v); }
 template <typename T> ME_INLINE void me_set(device T* to, float v) { *to = static_cast<T>(v); }
 
 template <int W> ME_INLINE void me_words(device const me_uint* p, thread me_uint (&w)[W + 1]) {

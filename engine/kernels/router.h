@@ -3,13 +3,11 @@ constexpr int held = (ME_E + 31) / 32;
 // Stands for minus infinity: fast mathematics may assume that infinities do not happen.
 const float none = -3.0e38f;
 float score[held], choice[held];
-int rank[held];
 float top = none;
 ME_UNROLL for (int i = 0; i < held; ++i) {
   const int e = i * 32 + lane;
   score[i] = e < ME_E ? me_value(logits[e < ME_E ? e : 0]) : none;
   top = me_max(top, score[i]);
-  rank[i] = -1;
 }
 #if ME_SCORE_KIND == 0
 ME_UNROLL for (int d = 16; d > 0; d /= 2) top = me_max(top, me_swap(top, d));
@@ -68,41 +66,45 @@ ME_UNROLL for (int i = 0; i < held; ++i) {
   if (((kept >> ((i * 32 + lane) / each & 31)) & 1u) == 0u) choice[i] = none;
 }
 #endif
-float picked = 0.0f;
+// Lane n keeps the expert of rank n and its unbiased score.
+float part = 0.0f;
+me_uint expert = 0;
 for (int n = 0; n < ME_K; ++n) {
   // Expert 0 stands for "no finite candidate", so that an index is always one of an expert.
-  float high = none;
+  float high = none, its = score[0];
   int who = 0;
   ME_UNROLL for (int i = 0; i < held; ++i) {
     if (choice[i] > high) {
       high = choice[i];
+      its = score[i];
       who = i * 32 + lane;
     }
   }
   ME_UNROLL for (int d = 16; d > 0; d /= 2) {
-    const float h = me_swap(high, d);
+    const float h = me_swap(high, d), s = me_swap(its, d);
     const int w = me_swap(who, d);
     if (h > high || (h == high && w < who)) {
       high = h;
+      its = s;
       who = w;
     }
   }
   ME_UNROLL for (int i = 0; i < held; ++i) {
-    if (i * 32 + lane == who) {
-      choice[i] = none;
-      rank[i] = n;
-      picked += score[i];
-    }
+    if (i * 32 + lane == who) choice[i] = none;
   }
-  if (lane == 0) chosen[n] = me_uint(who);
+  if (lane == n) {
+    part = high > none ? its : me_bits(0x7FC00000u);
+    expert = me_uint(who);
+  }
 }
 #if ME_NORMALISE == 1
-const float factor = ME_SCALE / (me_sum(picked) + ME_EPS);
+const float factor = ME_SCALE / (me_sum(part) + ME_EPS);
 #elif ME_NORMALISE == 2
-const float factor = ME_SCALE / me_max(me_sum(picked), ME_EPS);
+const float factor = ME_SCALE / me_max(me_sum(part), ME_EPS);
 #else
 const float factor = ME_SCALE;
 #endif
-ME_UNROLL for (int i = 0; i < held; ++i) {
-  if (rank[i] >= 0) share[rank[i]] = score[i] * factor;
+if (lane < ME_K) {
+  chosen[lane] = expert;
+  share[lane] = part * factor;
 }

@@ -20,7 +20,7 @@ MAX_EXPERTS = 512
 MAX_TOP_K = 32
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 _NORMALISE = {"none": 0, "sum": 1, "clamp": 2}
-_BACKENDS: dict[Device, Backend] = {"cuda": cuda.BACKEND, "metal": metal.BACKEND}
+BACKENDS: dict[Device, Backend] = {"cuda": cuda.BACKEND, "metal": metal.BACKEND}
 
 RoutedRun = Callable[[mx.array, mx.array | None], tuple[mx.array, mx.array]]
 
@@ -115,9 +115,9 @@ def prepare(
     objection = judge(steps)
     if objection is not None:
         return objection
-    if device not in _BACKENDS:
+    if device not in BACKENDS:
         return Decline("device", "cuda or metal", device, "Elsewhere the router is plain MLX.")
-    backend, made = _BACKENDS[device], launch(_BACKENDS[device], steps)
+    backend, made = BACKENDS[device], launch(BACKENDS[device], steps)
     dtypes = [mx.float32, *([bias_dtype] if steps.bias else []), mx.uint32, mx.float32]
     kernels: dict[tuple[int, ...], Callable] = {}
 

@@ -23,7 +23,7 @@ ME_INLINE me_uint me_bfloat(float v) { return __bfloat16_as_ushort(__float2bfloa
 // Weights are read once: they need no place in L1.
 ME_INLINE uint4 me_stream(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;

@@ -121,6 +121,16 @@ class HostDevice:
         entry(launch.groups, launch.warps * 32, pointers)
         return [_read(m, s, d) for m, (s, d) in zip(made, outputs, strict=True)]
 
+    def call(
+        self, source: str, inputs: Sequence[Sequence[float]], size: int, groups: int, threads: int
+    ) -> np.ndarray:
+        """A text with one float32 output run on float32 inputs."""
+        held = [np.array(v, np.float32) for v in inputs]
+        made = np.full(size, np.nan, np.float32)
+        pointers = (ctypes.c_void_p * (len(held) + 1))(*(a.ctypes.data for a in [*held, made]))
+        self.compile(source)(groups, threads, pointers)
+        return made
+
     def compile(self, source: str) -> Callable[..., None]:
         """The text's only kernel as a function of (groups, threads, pointers).
 

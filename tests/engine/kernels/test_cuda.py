@@ -22,6 +22,7 @@ TENSOR_CORES = {
     "eight_bits": dict(bits=8, group=128, down=("affine", 8, 32)),
     "mixed_bits": dict(down=("affine", 8, 64), top_k=1),
     "six_bit_down": dict(down=("affine", 6, 64)),
+    "plain_down": dict(down=("plain", 16, 0)),
     "float16_with_bias": dict(dtype=mx.float16, bias=True),
     "no_gate": dict(activation="relu2", experts=33, top_k=32, width=256),
 }
