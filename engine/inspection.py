@@ -21,14 +21,17 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_experts.engine import gates, policy, tune
 from mlx_experts.engine.account import collapse
 from mlx_experts.engine.arrays import placeholder, stored_dtypes
+from mlx_experts.engine.build import build
+from mlx_experts.engine.described import Described
 from mlx_experts.engine.dispatch import current_device
-from mlx_experts.engine.encodings import decode_encodings
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.kernels.facts import Decline
 from mlx_experts.engine.load import cast_tensors, compute_dtype
-from mlx_experts.engine.model import Model, ModelArgs
+from mlx_experts.engine.model import ModelArgs
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.quantize import Reader, quantize_modules, settings
+from mlx_experts.registry.bounds import check_sizes
+from mlx_experts.registry.catalog import names_of
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import QuantizationError, TensorError
 from mlx_experts.registry.resolve import resolve
@@ -117,7 +120,8 @@ def inspect_checkpoint(
     entry = None if family is not None else catalog(*families).resolve(config)
     chosen = family or catalog(*families).load(entry.name if entry else "")
     plan = resolve(chosen, config)
-    model = Model(ModelArgs(plan, dict(config), None, str(config.get("model_type", ""))))
+    check_sizes(plan, checkpoint)
+    model = build(ModelArgs(plan, dict(config), None, str(config.get("model_type", ""))))
     model.eval()
     result = Inspection(
         chosen.family,
@@ -128,7 +132,7 @@ def inspect_checkpoint(
         context=context,
         machine_bytes=machine_memory(),
     )
-    result.layers = dict(Counter(_layer_words(layer) for layer in plan.layers))
+    result.layers = dict(Counter(_layer_words(layer, chosen.backbone is not None) for layer in plan.layers))
     tree = {name: value.shape for name, value in tree_flatten(model.parameters())}
     result.parameters = sum(prod(shape) for shape in tree.values())
     result.active_parameters = result.parameters - _idle_parameters(model, tree)
@@ -145,8 +149,7 @@ def _why(family: Family, config: Mapping[str, Any]) -> str:
     nested = config.get("text_config")
     levels = [config, *([nested] if isinstance(nested, Mapping) else [])]
     for level in levels:
-        named = level.get("architectures") or []
-        shared = set(family.architectures) & set([named] if isinstance(named, str) else named)
+        shared = set(family.architectures) & set(names_of(level, "architectures"))
         if shared:
             return f"architectures names {', '.join(sorted(shared))}"
         if level.get("model_type") in family.model_types:
@@ -154,18 +157,19 @@ def _why(family: Family, config: Mapping[str, Any]) -> str:
     return "a declared test"
 
 
-def _layer_words(layer: Any) -> str:
-    mixer = "no mixer" if layer.mixer is None else layer.mixer.kind
+def _layer_words(layer: Any, borrowed: bool) -> str:
+    absent = "mlx-lm's mixer" if borrowed else "no mixer"
+    mixer = absent if layer.mixer is None else layer.mixer.kind
     kind = f" ({layer.type})" if layer.type != "full_attention" else ""
     return f"{mixer}{kind} with {'experts' if layer.mlp == 'moe' else layer.mlp + ' MLP'}"
 
 
-def _idle_parameters(model: Model, tree: Mapping[str, tuple[int, ...]]) -> int:
+def _idle_parameters(model: Described, tree: Mapping[str, tuple[int, ...]]) -> int:
     """Weights of routed experts that one token does not pick."""
     idle = 0
-    for i in model.args.plan.moe_layers:
+    for i in model.plan.moe_layers:
         stack = model.carrier.stack(i)
-        sizes = model.args.plan.layers[i].sizes
+        sizes = model.plan.layers[i].sizes
         if stack is None:
             continue
         whole = sum(prod(shape) for name, shape in tree.items() if name.startswith(stack.container + "."))
@@ -173,12 +177,12 @@ def _idle_parameters(model: Model, tree: Mapping[str, tuple[int, ...]]) -> int:
     return idle
 
 
-def _carry(model: Model, checkpoint: Checkpoint, result: Inspection) -> dict[str, mx.array] | None:
+def _carry(model: Described, checkpoint: Checkpoint, result: Inspection) -> dict[str, mx.array] | None:
     """The checkpoint's tensors as lazy placeholders in the module tree; problems are recorded."""
     lazy = {name: placeholder(info) for name, info in checkpoint.tensors.items()}
     try:
         kept, dropped = model.carrier.sift(lazy)
-        decoded = decode_encodings(kept, checkpoint.config, stored_dtypes(checkpoint), values=False)
+        decoded = model.carrier.decode(kept, checkpoint.config, stored_dtypes(checkpoint), values=False)
         carried = model.carry(decoded.weights, compare_values=False)
         entry = decoded.quantization or settings(checkpoint.config)
         reader = Reader(entry, model.carrier)
@@ -186,13 +190,13 @@ def _carry(model: Model, checkpoint: Checkpoint, result: Inspection) -> dict[str
     except (TensorError, QuantizationError) as error:
         result.problems.append(str(error))
         return None
-    result.notices += [*decoded.notices, *reader.remarks()]
+    result.notices += [*model.remarks, *decoded.notices, *reader.remarks()]
     result.dropped = dict(dropped + carried.dropped)
     result.formats = dict(Counter(str(found) for found in formats.values()))
     return carried.tensors
 
 
-def _account(model: Model, tensors: dict[str, mx.array], result: Inspection, dtype: str | None) -> None:
+def _account(model: Described, tensors: dict[str, mx.array], result: Inspection, dtype: str | None) -> None:
     wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
     result.unclaimed = collapse(n for n in tensors if n not in wanted)
     result.missing = collapse(n for n in wanted if n not in tensors)
@@ -210,7 +214,7 @@ def _account(model: Model, tensors: dict[str, mx.array], result: Inspection, dty
         model.load_weights(list(cast.items()), strict=False)
 
 
-def _cache_bytes(model: Model, context: int) -> int:
+def _cache_bytes(model: Described, context: int) -> int:
     """Bytes of one sequence's cache at ``context`` tokens, from the shapes that two tokens leave behind."""
     cache = model.make_cache()
     model(mx.zeros((1, 2), dtype=mx.int32), cache=cache)
@@ -227,7 +231,7 @@ def _cache_bytes(model: Model, context: int) -> int:
     return total
 
 
-def _paths(model: Model) -> list[dict[str, Any]]:
+def _paths(model: Described) -> list[dict[str, Any]]:
     """For each number of rows, how many MoE layers take which path and why."""
     device = current_device()
     asked = policy.resolve(device, None, tuned=tune.bound(device))

@@ -13,9 +13,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_experts.engine.account import check_account
 from mlx_experts.engine.arrays import load_arrays, reading, stored_dtypes
-from mlx_experts.engine.encodings import decode_encodings
+from mlx_experts.engine.build import build
+from mlx_experts.engine.described import Described
 from mlx_experts.engine.families import catalog
-from mlx_experts.engine.model import Model, ModelArgs
+from mlx_experts.engine.model import ModelArgs
 from mlx_experts.engine.quantize import Format, Reader, quantize_modules, settings
 from mlx_experts.registry.bounds import check_sizes
 from mlx_experts.registry.checkpoint import Checkpoint
@@ -56,7 +57,7 @@ def load_checkpoint(
     families: tuple[Path, ...] = (),
     family: Family | str | None = None,
     progress: Progress | None = None,
-) -> tuple[Model, dict[str, Any], LoadReport]:
+) -> tuple[Described, dict[str, Any], LoadReport]:
     """Build the model of a checkpoint and fill every parameter.
 
     Args:
@@ -84,7 +85,7 @@ def load_checkpoint(
     plan = resolve(family or known.for_config(config), config)
     check_sizes(plan, checkpoint)
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
-    model = Model(args)
+    model = build(args)
     report = LoadReport(plan.family.family, list(checkpoint.notices))
     report.dtype = compute
     with reading(checkpoint):
@@ -99,7 +100,7 @@ def load_checkpoint(
 
 
 def _fill(
-    model: Model,
+    model: Described,
     checkpoint: Checkpoint,
     config: dict[str, Any],
     report: LoadReport,
@@ -108,10 +109,10 @@ def _fill(
     """Give every parameter its tensor, unevaluated; nothing else holds the checkpoint's arrays afterwards."""
     arrays, dropped = model.carrier.sift(load_arrays(checkpoint, progress))
     dense = _DTYPES.get(report.dtype or "", mx.bfloat16)
-    decoded = decode_encodings(arrays, config, stored_dtypes(checkpoint), dense)
+    decoded = model.carrier.decode(arrays, config, stored_dtypes(checkpoint), dense)
     carried = model.carry(decoded.weights)
     report.dropped = dict(dropped + carried.dropped)
-    report.notices += decoded.notices
+    report.notices += [*model.remarks, *decoded.notices]
     report.notices += [
         f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
         for rule, count in carried.lacking.items()
@@ -139,7 +140,7 @@ def compute_dtype(dtype: str | None) -> str | None:
     return dtype
 
 
-def cast_tensors(model: Model, tensors: Mapping[str, mx.array], dtype: str | None) -> dict[str, mx.array]:
+def cast_tensors(model: Described, tensors: Mapping[str, mx.array], dtype: str | None) -> dict[str, mx.array]:
     """Float tensors, scales of quantised ones too, in the compute dtype, except those that stay float32.
 
     Tensors of two types would widen what they meet to float32, so None too stands for one type: the
@@ -157,10 +158,10 @@ def cast_tensors(model: Model, tensors: Mapping[str, mx.array], dtype: str | Non
     }
 
 
-def _own_dtype(model: Model, tensors: Mapping[str, mx.array]) -> mx.Dtype:
+def _own_dtype(model: Described, tensors: Mapping[str, mx.array]) -> mx.Dtype:
     """The dtype that a checkpoint computes in: what its config says where its tensors have it, else that
     of the embedding."""
-    plan = model.args.plan
+    plan = model.plan
     floats = {n: v.dtype for n, v in tensors.items() if mx.issubdtype(v.dtype, mx.floating)}
     for key in ("dtype", "torch_dtype"):
         stated = _DTYPES.get(str(plan.config.get(key)))

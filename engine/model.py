@@ -12,7 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_experts.engine.attention import Attention
-from mlx_experts.engine.carry import Carried, Carrier
+from mlx_experts.engine.carry import Carrier
+from mlx_experts.engine.described import Described
 from mlx_experts.engine.layer_inputs import SHARED, LayerInputs
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.mlp import MLP, activation_of
@@ -217,11 +218,14 @@ class ModelArgs:
         return cls(resolve(family, config), dict(config), model_type=str(config.get("model_type", "")))
 
 
-class Model(nn.Module):
+class Model(Described):
     """A language model built from a plan, with the interface of mlx-lm's models.
 
     Args:
         args: the plan and the config it came from.
+
+    Raises:
+        ConfigError: what the plan describes cannot be built.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -232,7 +236,14 @@ class Model(nn.Module):
         prefix = f"{names.wrapper}." if names.wrapper else ""
         self._root, self._head = f"{prefix}{names.root}", f"{prefix}{head.path}"
         self._head_norm = f"{prefix}{head.norm}" if head.norm else None
-        place(self, self._root, Decoder(plan, args.fused))
+        try:
+            place(self, self._root, Decoder(plan, args.fused))
+        except OverflowError as error:
+            raise ConfigError(
+                "the sizes in config.json give a matrix that no array can hold",
+                where="config.json",
+                found=str(error),
+            ) from error
         if not head.tied:
             place(self, self._head, nn.Linear(plan.sizes.hidden_size, plan.sizes.vocab_size, bias=head.bias))
         elif head.bias:
@@ -254,6 +265,11 @@ class Model(nn.Module):
     def layers(self) -> list[Any]:
         """The decoder layers, as mlx-lm's tools ask for them."""
         return self.decoder.layer_list
+
+    @property
+    def plan(self) -> Plan:
+        """What the model was built from."""
+        return self.args.plan
 
     @property
     def carrier(self) -> Carrier:
@@ -287,14 +303,6 @@ class Model(nn.Module):
     def make_cache(self) -> list[Any]:
         """The caches of the embedding and the layers that keep anything, as mlx-lm's prompt caches are."""
         return [cache for cache in self.decoder.make_caches() if cache is not None]
-
-    def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Carry a checkpoint's tensors to this model's parameter names."""
-        return self.carry(weights).tensors
-
-    def carry(self, weights: Mapping[str, mx.array], *, compare_values: bool = True) -> Carried:
-        """As :meth:`sanitize`, with the account of what was dropped."""
-        return self._carrier.load(weights, compare_values=compare_values)
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Spread the model over the ranks of a group; before the first forward pass and any adapter.
@@ -344,15 +352,3 @@ class Model(nn.Module):
                 routers.add(f"{self._carrier.layers}.{i}.{path}.weight")
 
         return lambda path: path.rsplit(".", 1)[-1] not in leaves and path not in routers
-
-
-def get_model_classes(config: Mapping[str, Any]) -> tuple[type[Model], type[ModelArgs]]:
-    """The classes for a config, in the form that ``mlx_lm.utils.load_model`` takes.
-
-    Raises:
-        RegistryError: no family describes the config.
-    """
-    from mlx_experts.engine.families import catalog
-
-    catalog().resolve(config)
-    return Model, ModelArgs

@@ -43,7 +43,7 @@ class MoE(nn.Module):
         self._router = Router(spec.router, dims, columns, sizes.top_k, sizes.norm_eps)
         self._router.build(self)
         self._router.use_fused(fused)
-        self._latent = experts.latent if experts.latent is not None and experts.latent.enabled else None
+        self._latent = experts.latent if experts.latent is not None and experts.latent.exists else None
         inner = self._latent.width if self._latent else dims
         width = experts.width if experts.width is not None else sizes.expert_width
         activation = activation_of(experts.activation, experts.kind == "glu")
@@ -57,6 +57,8 @@ class MoE(nn.Module):
         if self._latent:
             place(self, self._latent.down, nn.Linear(dims, inner, bias=self._latent.bias))
             place(self, self._latent.up, nn.Linear(inner, dims, bias=self._latent.bias))
+            if self._latent.norm and self._latent.norm_enabled:
+                place(self, self._latent.norm, nn.RMSNorm(inner, eps=sizes.norm_eps))
         self._dispatch = ExpertDispatch(name, activation, fused)
         self._group: Group | None = None
         shared = spec.shared
@@ -145,6 +147,8 @@ class MoE(nn.Module):
         if self._group is not None:
             y = mx.distributed.all_sum(y, group=self._group)
         if self._latent:
+            if self._latent.norm and self._latent.norm_enabled:
+                y = find(self, self._latent.norm)(y)
             y = find(self, self._latent.up)(y)
         if identity is not None:
             y = (y.astype(mx.float32) + x.astype(mx.float32) * identity).astype(x.dtype)

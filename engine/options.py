@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mlx_experts.registry.errors import SpecError
-from mlx_experts.registry.values import Spec
+from mlx_experts.registry.values import RESOLVED, Spec
 
 O = TypeVar("O", bound=Spec)  # noqa: E741
 
@@ -25,9 +25,9 @@ def read_options(kind: type[O], options: Mapping[str, Any], where: str) -> O:
         SpecError: a key is unknown or missing, or a value is of the wrong type.
     """
     try:
-        return kind.model_validate(dict(options))
+        return kind.model_validate(dict(options), context=RESOLVED)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = min(error.errors(), key=lambda each: "Ref" in each["loc"])
         key = ".".join(str(part) for part in first["loc"])
         raise SpecError(
             f"the options of {where} are not right: {first['msg']}",

@@ -17,6 +17,8 @@ from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import RopePlan
 
 Offset = int | mx.array
+# Frequencies are computed before any tensor is read; real heads are a few hundred wide.
+MAX_WIDTH = 2**16
 
 
 class Rope(nn.Module):
@@ -30,10 +32,11 @@ class Rope(nn.Module):
 
     def __init__(self, plan: RopePlan, dims: int, head_dim: int | None = None) -> None:
         super().__init__()
-        if dims <= 0 or dims % 2:
+        if not 0 < dims <= (head_dim or MAX_WIDTH) <= MAX_WIDTH or dims % 2:
             raise ConfigError(
-                "the rotated width of a head must be a positive even number",
+                "the rotated width of a head must be a positive even number, no more than the head's",
                 where="config.json",
+                expected=f"an even number up to {min(head_dim or MAX_WIDTH, MAX_WIDTH)}",
                 found=str(dims),
             )
         self.dims = dims
@@ -46,14 +49,7 @@ class Rope(nn.Module):
                 expected=", ".join(sorted(_TYPES)),
                 found=plan.type,
             )
-        try:
-            self._frequencies = builder(plan, dims, head_dim or dims)
-        except KeyError as error:
-            raise ConfigError(
-                f"rope type '{plan.type}' needs {error}",
-                where="config.json, rope_parameters or rope_scaling",
-                found=", ".join(sorted(plan.params)),
-            ) from error
+        self._frequencies = builder(plan, dims, head_dim or dims)
         if plan.type == "proportional":
             self.dims = head_dim or dims
 
@@ -85,7 +81,7 @@ def _default(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
 
 
 def _linear(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
-    return _fixed(_wavelengths(plan.theta, dims) * plan.params["factor"])
+    return _fixed(_wavelengths(plan.theta, dims) * plan.number("factor"))
 
 
 def _proportional(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
@@ -93,7 +89,7 @@ def _proportional(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     angles = int(plan.partial * head_dim // 2)
     turning = plan.theta ** (mx.arange(0, 2 * angles, 2, dtype=mx.float32) / head_dim)
     still = mx.full((head_dim // 2 - angles,), mx.inf)
-    return _fixed(mx.concatenate([turning * plan.params.get("factor", 1.0), still]))
+    return _fixed(mx.concatenate([turning * plan.number("factor", 1.0), still]))
 
 
 def _original_length(plan: RopePlan) -> int:
@@ -109,15 +105,23 @@ def _original_length(plan: RopePlan) -> int:
 
 def _dynamic(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     """NTK scaling that follows the length past the original one."""
-    original, factor = _original_length(plan), plan.params["factor"]
+    original, factor = _original_length(plan), plan.number("factor")
+    stretch = _stretch(dims)
     exponents = mx.arange(0, dims, 2, dtype=mx.float32) / dims
 
     def frequencies(offset: Offset, length: int) -> tuple[mx.array, float]:
         seen = mx.maximum(mx.max(mx.array(offset)) + length, original).astype(mx.float32)
-        base = plan.theta * ((factor * seen / original) - (factor - 1)) ** (dims / (dims - 2))
+        base = plan.theta * ((factor * seen / original) - (factor - 1)) ** stretch
         return base**exponents, 1.0
 
     return frequencies
+
+
+def _stretch(dims: int) -> float:
+    """The exponent by which NTK scaling stretches the base."""
+    if dims <= 2:
+        raise ConfigError("this rope type needs a rotated width above 2", where="config.json")
+    return dims / (dims - 2)
 
 
 def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
@@ -128,10 +132,12 @@ def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
 def _yarn(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     """Interpolates slow frequencies, keeps fast ones, ramps between (Peng et al. 2023)."""
     p, original = plan.params, _original_length(plan)
-    scale = p.get("factor") or (plan.max_positions or original) / original
-    factor = p.get("attention_factor")
-    if factor is None:
-        mscale, all_dim = p.get("mscale"), p.get("mscale_all_dim")
+    if plan.theta <= 1:
+        raise ConfigError("YaRN needs a base above 1", where="config.json, rope_theta", found=str(plan.theta))
+    scale = plan.number("factor", (plan.max_positions or original) / original)
+    factor = plan.number("attention_factor", 0.0)
+    if not factor:
+        mscale, all_dim = plan.number("mscale", 0.0), plan.number("mscale_all_dim", 0.0)
         factor = (
             yarn_mscale(scale, mscale) / yarn_mscale(scale, all_dim)
             if mscale and all_dim
@@ -141,7 +147,7 @@ def _yarn(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     def dimension(rotations: float) -> float:
         return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(plan.theta))
 
-    low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
+    low, high = dimension(plan.number("beta_fast", 32.0)), dimension(plan.number("beta_slow", 1.0))
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
@@ -154,8 +160,7 @@ def _yarn(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
 
 def _llama3(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     """Llama 3.1's three bands: kept, smoothed and divided frequencies."""
-    p = plan.params
-    factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
+    factor, low, high = (plan.number(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
     original = _original_length(plan)
     inverse = 1.0 / _wavelengths(plan.theta, dims)
     wavelength = 2 * math.pi / inverse
@@ -170,23 +175,16 @@ def _longrope(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     """Per-frequency factors, one list up to the original length and one beyond (Ding et al. 2024)."""
     p, original = plan.params, _original_length(plan)
     base = _wavelengths(plan.theta, dims)
-    for name in ("short_factor", "long_factor"):
-        if len(p[name]) != dims // 2:
-            raise ConfigError(
-                f"'{name}' does not have one entry for each rotated pair",
-                where="config.json",
-                expected=f"{dims // 2} entries",
-                found=f"{len(p[name])} entries",
-            )
-    short, long = (base * mx.array(p[n], dtype=mx.float32) for n in ("short_factor", "long_factor"))
+    factors = (plan.numbers(name, dims // 2) for name in ("short_factor", "long_factor"))
+    short, long = (base * mx.array(each, dtype=mx.float32) for each in factors)
     if p.get("always_short"):
         long = short
     mx.eval(short, long)
-    ratio = p.get("factor") or (plan.max_positions or original) / original
-    common = p.get("attention_factor")
-    if common is None:
-        common = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
-    below, beyond = p.get("short_mscale") or common, p.get("long_mscale") or common
+    ratio = plan.number("factor", (plan.max_positions or original) / original)
+    common = plan.number("attention_factor", 0.0)
+    if not common:
+        common = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(max(original, 2)))
+    below, beyond = plan.number("short_mscale", common), plan.number("long_mscale", common)
 
     def frequencies(offset: Offset, length: int) -> tuple[mx.array, Any]:
         if isinstance(offset, int):
@@ -198,8 +196,8 @@ def _longrope(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
 
 
 def _ntk_alpha(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
-    """A base that is stretched once by `alpha ** (dims / (dims - 2))`; without alpha, the plain base."""
-    alpha = plan.params.get("alpha")
+    """A base that is stretched once by `alpha ** _stretch(dims)`; without alpha, the plain base."""
+    alpha = plan.number("alpha", 0.0)
     if not alpha:
         return _dynamic(plan, dims, head_dim) if "factor" in plan.params else _default(plan, dims, head_dim)
     return _fixed(_wavelengths(plan.theta * alpha ** (dims / (dims - 2)), dims))

@@ -120,6 +120,8 @@ class Router:
             logits = logits.astype(mx.float32)
         if spec.multiplier != 1.0:
             logits = logits * spec.multiplier
+        if spec.temperature != 1.0:
+            logits = logits / spec.temperature
         if spec.softcap:
             logits = spec.softcap * mx.tanh(logits / spec.softcap)
         return logits

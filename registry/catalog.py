@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mlx_experts.registry.errors import SettingError, SpecError, UnknownFamilyError
+from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
 from mlx_experts.registry.schema import ConfigTest, Family, MixerSpec
 from mlx_experts.registry.yaml_lines import Lines, read_yaml
 
@@ -127,6 +127,7 @@ class Catalog:
         among families that share the name, declared tests decide.
 
         Raises:
+            ConfigError: `architectures` or `model_type` holds something else than names.
             UnknownFamilyError: none fits, or more than one does.
         """
         return self.load(self.resolve(config).name)
@@ -140,8 +141,7 @@ class Catalog:
         asked: list[str] = []
         for level in levels:
             for key, attribute in (("architectures", "architectures"), ("model_type", "model_types")):
-                value = level.get(key) or ()
-                wanted = [value] if isinstance(value, str) else [v for v in value if isinstance(v, str)]
+                wanted = names_of(level, key)
                 asked += [f"{key} {w}" for w in wanted]
                 fits = [e for e in self.entries.values() if set(getattr(e, attribute)) & set(wanted)]
                 passing = [e for e in fits if e.when is None or _passes(e.when, ConfigView(config))]
@@ -320,6 +320,21 @@ def _refuse_shared_names(entries: Iterable[Entry]) -> None:
                 where=" and ".join(str(e.path) for e in claimants),
                 hint="give one of them a `when:` test, or remove the name from one",
             )
+
+
+def names_of(config: Mapping[str, Any], key: str) -> list[str]:
+    """The names that a config gives under a key: one, a list of them, or none.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    value = config.get(key)
+    names = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"'{key}' holds no names", where="config.json", expected="a name", found=repr(value)[:80]
+        )
+    return names
 
 
 def _passes(test: ConfigTest, config: Any) -> bool:

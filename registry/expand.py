@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlx_experts.registry import rules
@@ -111,22 +112,20 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             return bool(entry) if rule.value is True else entry == rule.value
         case rules.FirstDense():
             every = _count(rule.every, i, resolver)
-            return bool(i >= resolver.value(rule.first, i) and i % every == 0)
+            return i >= _count(rule.first, i, resolver, least=0) and i % every == 0
         case rules.SparseStep():
             excepted = view.get(rule.dense)
-            excepted = rule.otherwise if excepted is None else excepted
-            step = resolver.value(rule.step, i)
-            return bool(step > 0 and i not in excepted and (i + 1) % step == 0)
+            dense = set(rule.otherwise) if excepted is None else _indices(excepted, rule.dense)
+            step = _count(rule.step, i, resolver, least=0)
+            return step > 0 and i not in dense and (i + 1) % step == 0
         case rules.Periodic():
             period = _count(rule.period, i, resolver)
-            offset = period - 1 if rule.offset == "last" else resolver.value(rule.offset, i)
-            return bool(i % period == offset)
+            offset = period - 1 if rule.offset == "last" else _count(rule.offset, i, resolver, least=0)
+            return i % period == offset
         case rules.RangeRule():
-            start, end = resolver.value(rule.start, i), resolver.value(rule.end, i)
-            first = min(start) if isinstance(start, list) else start
-            last = max(end) if isinstance(end, list) else end
+            first, last = _bound(rule.start, i, resolver, min), _bound(rule.end, i, resolver, max)
             last = count - 1 if last is None or last == -1 else last
-            return bool(first <= i <= last and (i + 1) % _count(rule.interval, i, resolver) == 0)
+            return (first or 0) <= i <= last and (i + 1) % _count(rule.interval, i, resolver) == 0
         case rules.IndexRule():
             return i + rule.base in _indices(view.get(rule.key), rule.key)
         case rules.LetterRule():
@@ -143,7 +142,7 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
                 entry = _entry(view, rule.key, i, count)
             if rule.map is None:
                 return str(entry)
-            if entry not in rule.map:
+            if not isinstance(entry, str | int | bool) or entry not in rule.map:
                 raise ConfigError(
                     f"'{rule.key}' holds a layer type that is not known",
                     where=f"config.json, layer {i}",
@@ -153,15 +152,15 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
             return str(rule.map[entry])
         case rules.TypePeriodic():
             period = _count(rule.period, i, resolver)
-            offset = period - 1 if rule.offset == "last" else resolver.value(rule.offset, i)
+            offset = period - 1 if rule.offset == "last" else _count(rule.offset, i, resolver, least=0)
             if rule.tail is not None and i >= count // period * period:
                 return rule.tail
             return rule.is_ if i % period == offset else rule.otherwise
         case rules.TypeIndices():
             return rule.is_ if i + rule.base in _indices(view.get(rule.key), rule.key) else rule.otherwise
         case rules.TypeRange():
-            start, stop = resolver.value(rule.start, i), resolver.value(rule.stop, i)
-            inside = start <= i and (stop is None or i < stop)
+            start, stop = _count(rule.start, i, resolver, least=0), resolver.value(rule.stop, i)
+            inside = start <= i and (stop is None or i < _count(stop, i, resolver, least=0))
             picked = inside and (i - start) % _count(rule.every, i, resolver) == 0
             return rule.is_ if picked and resolver.value(rule.enabled, i) else rule.otherwise
         case rules.TypePattern():
@@ -169,24 +168,31 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
     raise AssertionError(f"no expansion for {type(rule).__name__}")
 
 
-def _count(value: Any, i: int, resolver: ReadsRefs) -> int:
-    """A number of layers to count by."""
+def _count(value: Any, i: int, resolver: ReadsRefs, least: int = 1) -> int:
+    """A number of layers to count by, or of a layer."""
     number = resolver.value(value, i)
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ConfigError(
             "layers cannot be counted by this number",
             where=f"config.json, {value}" if isinstance(value, Ref) else "the family file",
-            expected="a whole number of at least 1",
+            expected=f"a whole number of at least {least}",
             found=repr(number)[:60],
         )
     return number
+
+
+def _bound(value: Any, i: int, resolver: ReadsRefs, pick: Callable[[list[int]], int]) -> int | None:
+    """One end of a range of layers, of a list the outermost; None for no bound."""
+    found = resolver.value(value, i)
+    numbers = found if isinstance(found, list) else [] if found is None else [found]
+    return pick([_count(n, i, resolver, least=-1) for n in numbers]) if numbers else None
 
 
 def _indices(value: Any, key: str) -> set[int]:
     parts = value.split(",") if isinstance(value, str) else value
     try:
         return {int(part) for part in parts if str(part).strip()}
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise ConfigError(
             f"'{key}' is not a list of layer indices", where="config.json", found=repr(value)[:60]
         ) from error

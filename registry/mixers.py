@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mlx_experts.registry.values import AnyValue, Bool, Int, Num, Ref, Spec
+from mlx_experts.registry.values import AnyValue, Bool, Count, Num, Positive, Ref, Spec, Width
 
 if TYPE_CHECKING:
     RopeStyle = Literal["half", "interleaved"]
@@ -27,7 +27,7 @@ class RopeSpec(Spec):
     theta: Num | None = Field(None, description="Base, where rope parameters do not state one.")
     layer_theta: Num | None = Field(None, description="Base that wins over all others; 0 for no rotation.")
     partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
-    dims: Int | None = Field(None, description="Rotated width; overrides the share when present.")
+    dims: Width | None = Field(None, description="Rotated width; overrides the share when present.")
     scaling: bool = Field(True, description="Whether the family knows rope scaling at all.")
     scaled_types: AnyValue = Field(
         None, description="Layer types that rope scaling is restricted to; absent means all."
@@ -46,7 +46,7 @@ class QkNormSpec(Spec):
     over: Literal["head", "full"] = Field(description="The head axis, or the full width before the split.")
     after_rope: bool = Field(False, description="Normalise after the rotation.")
     weight: bool = Field(True, description="Whether the norms have weights.")
-    eps: Num | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
+    eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
     q: str = Field("q_norm", description="Leaf of the query norm.")
     k: str = Field("k_norm", description="Leaf of the key norm.")
     enabled: Bool = Field(True, description="Whether the norms exist.")
@@ -75,7 +75,7 @@ class TemperatureSpec(Spec):
     """Query scale that grows with the position: `1 + scale * log(1 + floor((pos + shift) / floor))`."""
 
     scale: Num = Field(description="Factor on the logarithm.")
-    floor: Num = Field(description="Positions that share a value.")
+    floor: Positive = Field(description="Positions that share a value.")
     shift: int = Field(0, description="Added to the position.")
     enabled: Bool = Field(True, description="Whether queries are scaled.")
 
@@ -85,31 +85,33 @@ class GqaSpec(Spec):
 
     kind: Literal["gqa"] = Field(description="Grouped-query attention.")
     path: str = Field("self_attn", description="Module path in the layer.")
-    heads: Int | None = Field(None, description="Query heads; the size `num_heads` when absent.")
-    kv_heads: Int | None = Field(None, description="Key-value heads; the size `num_kv_heads` when absent.")
-    head_dim: Int | None = Field(None, description="Head width; the size `head_dim` when absent.")
-    v_head_dim: Int | None = Field(None, description="Value head width; the head width when absent.")
+    heads: Width | None = Field(None, description="Query heads; the size `num_heads` when absent.")
+    kv_heads: Width | None = Field(None, description="Key-value heads; the size `num_kv_heads` when absent.")
+    head_dim: Width | None = Field(None, description="Head width; the size `head_dim` when absent.")
+    v_head_dim: Width | None = Field(None, description="Value head width; the head width when absent.")
     names: GqaNames = Field(GqaNames(), description="Leaf names.")
     qkv_bias: Bool = Field(description="Biases on q, k and v.")
     out_bias: Bool = Field(description="Bias on the output projection.")
     qk_norm: QkNormSpec | None = Field(None, description="Query and key norms.")
     rope: RopeSpec | None = Field(None, description="Rotary embedding; null for none.")
-    window: Int | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
-    window_extra: Int = Field(0, description="Tokens that the window is longer than the config says.")
-    chunk: Int | None = Field(None, description="Attention stays inside chunks of this many tokens.")
-    scale: Num | None = Field(None, description="Softmax scale; `scale_width ** -0.5` when absent.")
-    scale_width: Num | None = Field(None, description="Width that scales the softmax; head_dim when absent.")
+    window: Count | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
+    window_extra: Count = Field(0, description="Tokens that the window is longer than the config says.")
+    chunk: Count | None = Field(None, description="Attention stays inside chunks of this many tokens.")
+    scale: Positive | None = Field(None, description="Softmax scale; `scale_width ** -0.5` when absent.")
+    scale_width: Positive | None = Field(
+        None, description="Width that scales the softmax; head_dim when absent."
+    )
     float32: bool = Field(False, description="Queries meet keys and values in float32.")
-    clip: Num | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")
+    clip: Positive | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")
     value_scale: Num = Field(1.0, description="Factor on the values.")
     gate: OutputGateSpec | None = Field(None, description="Gate on the output.")
     sinks: str | None = Field(None, description="Leaf with one learned sink logit for each head.")
     sinks_enabled: Bool = Field(True, description="Whether the sinks exist.")
     temperature: TemperatureSpec | None = Field(None, description="Position-dependent query scale.")
-    share_kv_every: Int | None = Field(
+    share_kv_every: Count | None = Field(
         None, description="Only every n-th layer projects keys and values; the others take its projections."
     )
-    reuse_kv_last: Int = Field(
+    reuse_kv_last: Count = Field(
         0, description="So many last layers attend to what the last one before them of their type has kept."
     )
     values_from_keys: Bool = Field(

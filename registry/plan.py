@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_experts.registry.config import ConfigView
+from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.schema import (
     DenseSpec,
     EmbeddingSpec,
@@ -16,6 +17,8 @@ from mlx_experts.registry.schema import (
     NormSpec,
     PluginMixerSpec,
 )
+
+FLOAT32_LARGEST = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,43 @@ class RopePlan:
     def width(self, head_dim: int) -> int:
         """Rotated width of a head."""
         return self.dims if self.dims is not None else int(head_dim * self.partial)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A parameter of the rope type that is a positive number.
+
+        Args:
+            default: what absence and 0 stand for; None where the type needs the parameter.
+
+        Raises:
+            ConfigError: it is no such number, or is needed and absent.
+        """
+        value = self.params.get(name)
+        if not value and default is not None:
+            return default
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= FLOAT32_LARGEST:
+            return float(value)
+        raise ConfigError(
+            f"rope type '{self.type}' needs a positive number '{name}'",
+            where="config.json, rope_parameters or rope_scaling",
+            found="none" if value is None else repr(value)[:80],
+        )
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        """A parameter of the rope type that is a list of ``count`` numbers.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        value = self.params.get(name)
+        is_list = isinstance(value, list)
+        if is_list and len(value) == count and all(type(each) in (int, float) for each in value):
+            return [float(each) for each in value]
+        raise ConfigError(
+            f"rope type '{self.type}' needs '{name}' with one number for each rotated pair",
+            where="config.json, rope_parameters or rope_scaling",
+            expected=f"{count} entries",
+            found=f"{len(value)} entries" if is_list and len(value) != count else repr(value)[:80],
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ never looks at a config.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -15,6 +15,7 @@ from mlx_experts.registry.catalog import mixers
 from mlx_experts.registry.config import ConfigView
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.expand import expand_moe_layers, expand_types
+from mlx_experts.registry.plan import FLOAT32_LARGEST
 from mlx_experts.registry.plan import LayerPlan as LayerPlan
 from mlx_experts.registry.plan import Plan as Plan
 from mlx_experts.registry.plan import RopePlan as RopePlan
@@ -26,9 +27,11 @@ from mlx_experts.registry.schema import (
     RopeSpec,
     SizesSpec,
 )
-from mlx_experts.registry.values import Ref, Spec
+from mlx_experts.registry.values import RESOLVED, SIZE_BOUND, Ref, Spec
 
 S = TypeVar("S", bound=Spec)
+# Layers and heads are gone through one by one before a tensor is looked at; real models have a few hundred.
+MAX_LAYERS, MAX_HEADS = 1024, 2**16
 
 
 def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
@@ -81,6 +84,13 @@ def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: An
     moe = resolver.spec(family.moe, i) if mlp == "moe" else None
     if moe is not None:
         _check_moe(moe, sizes, i)
+    dense = resolver.spec(family.dense, i) if mlp == "dense" and family.dense else None
+    if dense is not None and dense.width is None and not sizes.dense_width:
+        raise ConfigError(
+            f"layer {i} has a dense MLP, and config.json does not say how wide",
+            where="config.json",
+            expected=f"'{family.config.dense_width}'",
+        )
     if isinstance(mixer, GqaSpec):
         _check_heads(mixer, sizes, i)
     return LayerPlan(
@@ -91,7 +101,7 @@ def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: An
         rope=resolver.rope(mixer_spec.rope, i, kind, sizes) if mixer is not None and mixer.rope else None,
         mlp=mlp,
         moe=moe,
-        dense=resolver.spec(family.dense, i) if mlp == "dense" and family.dense else None,
+        dense=dense,
         residual_multiplier=block.residual_multiplier,
         options=block.options,
     )
@@ -189,9 +199,9 @@ class Resolver:
         if ref.present is not None:
             return self.value(ref.present, layer)
         if ref.times is not None and isinstance(value, int | float) and not isinstance(value, bool):
-            return value * ref.times
+            return _ordinary(key, value * ref.times)
         if ref.map is None:
-            return value
+            return _ordinary(key, value)
         if not isinstance(value, str | bool | int) or value not in ref.map:
             raise ConfigError(
                 f"'{key}' holds a value that the family '{self.family}' does not know",
@@ -230,12 +240,13 @@ class Resolver:
         if "rope" in data and getattr(spec, "rope", None) is not None:
             data["rope"] = spec.rope  # type: ignore[attr-defined]
         try:
-            return type(spec).model_validate(data)
+            return type(spec).model_validate(data, context=RESOLVED)
         except ValidationError as error:
             raise self._config_error(spec, error) from error
 
     def _config_error(self, spec: Spec, error: ValidationError) -> ConfigError:
-        first = error.errors()[0]
+        # What a reference would have been told does not matter: a config holds values.
+        first = min(error.errors(), key=lambda each: "Ref" in each["loc"])
         source: Any = spec
         for part in first["loc"]:
             if isinstance(source, Ref):
@@ -256,15 +267,14 @@ class Resolver:
         """
         read = self.spec(spec, layer)
         values = {name: getattr(read, name) for name in SizesSpec.model_fields}
-        for name, value in values.items():
-            if value is None or (value > 0 and value < 2**31):
-                continue
-            ref = getattr(spec, name)
-            if name in ("dense_width", "expert_width") and value == 0:
-                continue
-            raise ConfigError(
-                f"'{ref}' must be a positive number of ordinary size", where="config.json", found=str(value)
-            )
+        for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS)):
+            if values[name] > most:
+                raise ConfigError(
+                    f"'{getattr(spec, name)}' is more than any model has",
+                    where="config.json",
+                    expected=f"at most {most}",
+                    found=str(values[name]),
+                )
         if values["num_kv_heads"] is None:
             values["num_kv_heads"] = values["num_heads"]
         if values["head_dim"] is None:
@@ -288,16 +298,16 @@ class Resolver:
         own_theta = self.value(spec.layer_theta, layer)
         if not self.value(spec.enabled, layer) or own_theta == 0:
             return None
-        nested = self.view.get("rope_parameters")
-        nested = nested if isinstance(nested, dict) else {}
-        if any(isinstance(v, dict) for v in nested.values()):
-            nested = nested.get(layer_type) or {}
-        scaling = self.view.get("rope_scaling")
-        scaling = scaling if isinstance(scaling, dict) else {}
-        if any(isinstance(v, dict) for v in scaling.values()):
-            scaling = scaling.get(layer_type) or {}
-        params: dict[str, Any] = {**scaling, **nested} or dict(self.value(spec.when_absent, layer))
+        stated_params = [self._rope_object(name, layer_type) for name in ("rope_scaling", "rope_parameters")]
+        params: dict[str, Any] = {**stated_params[0], **stated_params[1]}
+        params = params or dict(self.value(spec.when_absent, layer))
         scaled = self.value(spec.scaled_types, layer)
+        if not isinstance(scaled, list | None):
+            raise ConfigError(
+                f"'{spec.scaled_types}' is no list of layer types",
+                where="config.json",
+                found=repr(scaled)[:80],
+            )
         kind = params.get("rope_type") or params.get("type") or spec.type or "default"
         if not spec.scaling or (scaled is not None and layer_type not in scaled):
             kind = "default"
@@ -316,20 +326,57 @@ class Resolver:
         options = self.value(spec.options, layer)
         params = {**{k: v for k, v in options.items() if v is not None}, **params}
         partial = self.value(spec.partial, layer) if stated is None else stated
-        for name, number in (("rope_theta", theta), ("partial_rotary_factor", partial)):
-            if not isinstance(number, int | float) or isinstance(number, bool) or number <= 0:
-                raise ConfigError(
-                    f"'{name}' must be a positive number", where="config.json", found=repr(number)[:80]
-                )
         return RopePlan(
             style=self.value(spec.style, layer),
-            theta=float(theta),
+            theta=float(_positive("rope_theta", theta, FLOAT32_LARGEST)),
             type=str(kind),
-            partial=float(partial),
-            dims=cast("int | None", dims),
+            partial=float(_positive("partial_rotary_factor", partial, 1)),
+            dims=None if dims is None else _positive(str(spec.dims), dims, SIZE_BOUND, int),
             params=params,
             max_positions=sizes.max_positions,
         )
+
+    def _rope_object(self, name: str, layer_type: str) -> dict[str, Any]:
+        """An object of rope parameters, or its entry for a layer type where it has one for each; else {}."""
+        value = self.view.get(name)
+        value = value if isinstance(value, dict) else {}
+        if any(isinstance(each, dict) for each in value.values()):
+            value = value.get(layer_type)
+        return value if isinstance(value, dict) else {}
+
+
+def _ordinary(key: str, value: Any) -> Any:
+    """A value that, where it is a number, float32 can hold.
+
+    Raises:
+        ConfigError: it is not finite, or beyond float32.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and not abs(value) <= FLOAT32_LARGEST:
+        raise ConfigError(
+            f"'{key}' holds a number that cannot be",
+            where="config.json",
+            expected="a number that float32 can hold",
+            found=repr(value)[:80],
+        )
+    return value
+
+
+def _positive(key: str, value: Any, most: float, kind: type = float) -> Any:
+    """A number above 0 and at most ``most``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, int | kind) or isinstance(value, bool) or not 0 < value <= most:
+        number = "whole number" if kind is int else "number"
+        raise ConfigError(
+            f"'{key}' must be a positive {number}",
+            where="config.json",
+            expected=f"a {number} above 0 and at most {most:g}",
+            found=repr(value)[:80],
+        )
+    return value
 
 
 def _one(value: Any, layer: int) -> Any:

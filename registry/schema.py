@@ -186,6 +186,7 @@ class RouterSpec(Spec):
     )
     dtype: Literal["model", "float32"] = Field(description="Type of the product with the router's matrix.")
     multiplier: Num = Field(1.0, description="Factor on the logits.")
+    temperature: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
     select: str = Field("topk", description="`topk`, or the name of a plugin's selection.")
     options: dict[str, AnyValue] = Field({}, description="Options of a plugin's selection.")
@@ -214,11 +215,20 @@ class RouterSpec(Spec):
 class LatentSpec(Spec):
     """A narrower space that the routed experts work in."""
 
-    width: Width = Field(description="Width of the space.")
+    width: Count = Field(description="Width of the space; 0 for none.")
     down: str = Field(description="Leaf that projects into it.")
     up: str = Field(description="Leaf that projects out of it, after the weighted sum.")
     bias: Bool = Field(False, description="Biases on both.")
+    norm: str | None = Field(
+        None, description="Leaf of a norm on the weighted sum, before it leaves the space."
+    )
+    norm_enabled: Bool = Field(True, description="Whether that norm exists.")
     enabled: Bool = Field(True, description="Whether it exists.")
+
+    @property
+    def exists(self) -> bool:
+        """Whether a resolved section describes a space at all."""
+        return self.enabled and self.width > 0
 
 
 class ExpertsSpec(Spec):
@@ -271,10 +281,20 @@ class MoeSpec(Spec):
 
 
 class BackboneSpec(Spec):
-    """A model that mlx-lm builds and whose MoE blocks are replaced."""
+    """mlx-lm's own model and layouts, in which this package's blocks take the place of its MoE blocks."""
 
-    module: str = Field(description="Module of mlx_lm.models.")
-    blocks: tuple[str, ...] = Field(description="Class names of its MoE blocks.")
+    module: str = Field(description="Module of `mlx_lm.models`.")
+    blocks: tuple[str, ...] = Field((), description="Classes of its MoE blocks that are replaced.")
+    kept: str | None = Field(None, description="Why its blocks stay as they are, where none is replaced.")
+    needs_metal: bool = Field(False, description="Whether it runs on Metal only.")
+    saves_caches: bool = Field(True, description="Whether mlx-lm can save its prompt caches and load them.")
+
+    @model_validator(mode="after")
+    def _blocks_are_replaced_or_kept(self) -> BackboneSpec:
+        """Either blocks are named, or why none is."""
+        if bool(self.blocks) == (self.kept is not None):
+            raise ValueError("state either the `blocks` that are replaced or why they are `kept`")
+        return self
 
 
 def _key(name: str, *default: None) -> Any:

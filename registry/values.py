@@ -7,7 +7,7 @@ To a type checker the aliases below are the plain types, because everything down
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import (
     BaseModel,
@@ -17,9 +17,15 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+RESOLVED: Final = {"resolved": True}
+"""The context of validating values that a config gave: an object among them is never a reference."""
+SIZE_BOUND = 2**28
+"""No width, count or number of rows of a model comes near it, and products of two fit in 64 bits."""
 
 
 class Spec(BaseModel):
@@ -70,7 +76,9 @@ class Ref(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_key_may_stand_alone(cls, data: Any) -> Any:
+    def _one_key_may_stand_alone(cls, data: Any, info: ValidationInfo) -> Any:
+        if info.context is RESOLVED:
+            raise PydanticCustomError("reference", "a config cannot hold references")
         if isinstance(data, dict) and isinstance(data.get("from"), str):
             data = {**data, "from": [data["from"]]}
         return data
@@ -86,13 +94,19 @@ class Ref(Spec):
 
 if TYPE_CHECKING:
     Int = int
+    Count = int
+    Width = int
     Num = float
+    Positive = float
     Bool = bool
     Str = str
     AnyValue = Any
 else:
     Int = Ref | StrictInt
+    Count = Ref | Annotated[StrictInt, Field(ge=0, lt=SIZE_BOUND)]
+    Width = Ref | Annotated[StrictInt, Field(gt=0, lt=SIZE_BOUND)]
     Num = Ref | StrictInt | StrictFloat
+    Positive = Ref | Annotated[StrictInt, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0)]
     Bool = Ref | StrictBool
     Str = Ref | StrictStr
     AnyValue = Any

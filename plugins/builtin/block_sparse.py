@@ -22,18 +22,20 @@ from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import GqaSpec, PluginMixerSpec
-from mlx_experts.registry.values import Int, Spec
+from mlx_experts.registry.values import Spec, Width
 
 
 class BlockSparseOptions(Spec):
     """Options of block-sparse attention."""
 
     attention: GqaSpec = Field(description="The attention that the picked blocks are seen by.")
-    index_heads: Int = Field(description="Heads of the indexer; each picks for an equal share of the heads.")
-    index_dim: Int = Field(description="Width of an index head.")
-    block: Int = Field(description="Keys of a block.")
-    keep: Int = Field(description="Blocks that a query attends to.")
-    local: Int = Field(1, description="So many blocks, the query's own the last, are always kept.")
+    index_heads: Width = Field(
+        description="Heads of the indexer; each picks for an equal share of the heads."
+    )
+    index_dim: Width = Field(description="Width of an index head.")
+    block: Width = Field(description="Keys of a block.")
+    keep: Width = Field(description="Blocks that a query attends to.")
+    local: Width = Field(1, description="So many blocks, the query's own the last, are always kept.")
 
 
 class BlockSparseAttention(Attention):

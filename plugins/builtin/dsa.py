@@ -21,7 +21,7 @@ from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan, RopePlan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Int
+from mlx_experts.registry.values import Count, Width
 
 _SHARED = {"full": False, "F": False, "shared": True, "S": True}
 
@@ -29,16 +29,16 @@ _SHARED = {"full": False, "F": False, "shared": True, "S": True}
 class DsaOptions(MlaOptions):
     """Options of sparse latent attention."""
 
-    index_heads: Int = Field(description="Heads of the indexer.")
-    index_dim: Int = Field(description="Width of an index head; its first `rope_dim` values are rotated.")
-    index_topk: Int = Field(description="Tokens that a query attends to.")
+    index_heads: Width = Field(description="Heads of the indexer.")
+    index_dim: Width = Field(description="Width of an index head; its first `rope_dim` values are rotated.")
+    index_topk: Width = Field(description="Tokens that a query attends to.")
     index_style: Literal["half", "interleaved"] = Field(description="Which pairs of an index head rotate.")
     index_types: list[str] | str | None = Field(
         None,
         description="For each layer `full` or `shared` (or a letter of them): whether it has an indexer.",
     )
-    index_every: Int = Field(1, description="Without types: every n-th layer has an indexer,")
-    index_first: Int = Field(2, description="counted from the layer before this one; so has every earlier.")
+    index_every: Width = Field(1, description="Without types: every n-th layer has an indexer,")
+    index_first: Count = Field(2, description="counted from the layer before this one; so has every earlier.")
 
 
 class Indexer(nn.Module):
@@ -59,7 +59,7 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(self.dim, eps=1e-6)
         self.weights_proj = nn.Linear(width, self.heads, bias=False)
         turned = dataclasses.replace(rope, style=spec.index_style) if rope is not None else None
-        self._rope = Rope(turned, spec.rope_dim) if turned is not None else None
+        self._rope = Rope(turned, spec.rope_dim, spec.index_dim) if turned is not None else None
 
     def keys(self, x: mx.array, offset: Any) -> mx.array:
         """Index keys [B, 1, L, d] of ``x`` [B, L, D]."""

@@ -22,17 +22,17 @@ from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Int, Spec
+from mlx_experts.registry.values import Spec, Width
 
 
 class GatedDeltaOptions(Spec):
     """Options of a gated delta net."""
 
-    key_heads: Int = Field(description="Query and key heads.")
-    value_heads: Int = Field(description="Value heads, a multiple of the key heads.")
-    key_dim: Int = Field(description="Width of a query and key head.")
-    value_dim: Int = Field(description="Width of a value head.")
-    kernel: Int = Field(description="Width of the convolution.")
+    key_heads: Width = Field(description="Query and key heads.")
+    value_heads: Width = Field(description="Value heads, a multiple of the key heads.")
+    key_dim: Width = Field(description="Width of a query and key head.")
+    value_dim: Width = Field(description="Width of a value head.")
+    kernel: Width = Field(description="Width of the convolution.")
     packing: Literal["by_key_head", "apart"] = Field(
         description="Two projections with the rows of each key head together, [q, k, v, z] and [b, a]; "
         "or one for [q, k, v] and one each for z, b and a."

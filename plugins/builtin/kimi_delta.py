@@ -21,15 +21,15 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Bool, Int, Num, Spec
+from mlx_experts.registry.values import Bool, Num, Spec, Width
 
 
 class KimiDeltaOptions(Spec):
     """Options of Kimi delta attention."""
 
-    heads: Int = Field(description="Heads.")
-    head_dim: Int = Field(description="Width of a head.")
-    kernel: Int = Field(description="Width of the convolutions.")
+    heads: Width = Field(description="Heads.")
+    head_dim: Width = Field(description="Width of a head.")
+    kernel: Width = Field(description="Width of the convolutions.")
     low_rank: bool = Field(description="Decay and output gate go through the width of one head.")
     convolutions: Literal["conv.conv", "conv1d"] = Field(
         description="What follows `q_`, `k_` and `v_` in the names of the convolutions."

@@ -21,7 +21,7 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Bool, Int, Num, Spec, Str
+from mlx_experts.registry.values import Bool, Num, Positive, Spec, Str, Width
 
 BLOCK = 128
 
@@ -41,7 +41,7 @@ class LightningOptions(Spec):
     """Options of a lightning attention."""
 
     names: LightningNames = Field(LightningNames(), description="Leaf names.")
-    head_dim: Int | None = Field(None, description="Width of a head; the size `head_dim` when absent.")
+    head_dim: Width | None = Field(None, description="Width of a head; the size `head_dim` when absent.")
     packing: Literal["by_head", "apart"] = Field(
         description="Rows of the projection: [q, k, v] for each head, or all of q, all of k, all of v."
     )
@@ -50,8 +50,10 @@ class LightningOptions(Spec):
     out_bias: Bool = Field(False, description="Bias on the output projection.")
     qk_norm: Bool = Field(False, description="Whether the heads of queries and keys are normalised.")
     scaled: Bool = Field(False, description="Whether queries are multiplied by head_dim ** -0.5.")
-    norm_groups: Int = Field(1, description="Parts of the width that the output norm treats apart.")
-    norm_eps: Num | None = Field(None, description="Epsilon of the output norm; the model's when absent.")
+    norm_groups: Width = Field(1, description="Parts of the width that the output norm treats apart.")
+    norm_eps: Positive | None = Field(
+        None, description="Epsilon of the output norm; the model's when absent."
+    )
     rates: Literal["geometric", "alibi"] = Field(
         description="`2 ** (-8 i / heads)`, or ALiBi's, which differ where the heads are no power of two."
     )

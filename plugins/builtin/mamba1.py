@@ -20,16 +20,18 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Bool, Int, Spec
+from mlx_experts.registry.values import Bool, Spec, Width
 
 
 class Mamba1Options(Spec):
     """Options of a Mamba mixer."""
 
-    expand: Int = Field(description="Inner channels for each channel of the model.")
-    state: Int = Field(description="State size of each channel.")
-    kernel: Int = Field(description="Width of the convolution.")
-    rank: Int | Literal["auto"] = Field(description="Rank of the time step; `auto` for a 16th of the width.")
+    expand: Width = Field(description="Inner channels for each channel of the model.")
+    state: Width = Field(description="State size of each channel.")
+    kernel: Width = Field(description="Width of the convolution.")
+    rank: Width | Literal["auto"] = Field(
+        description="Rank of the time step; `auto` for a 16th of the width."
+    )
     conv_bias: Bool = Field(description="Whether the convolution has a bias.")
     bias: Bool = Field(description="Biases on the input and output projections.")
 

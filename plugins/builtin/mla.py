@@ -22,22 +22,21 @@ from mlx_experts.engine.options import read_options
 from mlx_experts.engine.rope import Rope, yarn_mscale
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
-from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan, RopePlan
 from mlx_experts.registry.schema import OutputGateSpec, PluginMixerSpec, TemperatureSpec
-from mlx_experts.registry.values import Bool, Int, Num, Spec
+from mlx_experts.registry.values import Bool, Count, Positive, Spec, Width
 
 
 class MlaOptions(Spec):
     """Options of latent attention."""
 
-    q_rank: Int | None = Field(description="Latent width of queries; null or 0 for one full projection.")
-    kv_rank: Int = Field(description="Latent width of keys and values.")
-    nope_dim: Int = Field(description="Width of a query and key head that is not rotated.")
-    rope_dim: Int = Field(description="Width of a query and key head that is rotated.")
-    v_dim: Int = Field(description="Width of a value head.")
+    q_rank: Count | None = Field(description="Latent width of queries; null or 0 for one full projection.")
+    kv_rank: Width = Field(description="Latent width of keys and values.")
+    nope_dim: Width = Field(description="Width of a query and key head that is not rotated.")
+    rope_dim: Width = Field(description="Width of a query and key head that is rotated.")
+    v_dim: Width = Field(description="Width of a value head.")
     bias: Bool = Field(False, description="Biases on the projections into latents and on the output.")
-    eps: Num = Field(1e-6, description="Epsilon of the norms on latents.")
+    eps: Positive = Field(1e-6, description="Epsilon of the norms on latents.")
     scale_q: Bool = Field(False, description="Queries are multiplied by sqrt(model width / q_rank).")
     scale_kv: Bool = Field(False, description="Latents are multiplied by sqrt(model width / kv_rank).")
     expanded: bool = Field(False, description="Full keys and values are cached, and kv_b_proj is kept whole.")
@@ -56,21 +55,12 @@ class LatentAttention(Mixer):
     Args:
         layer: the layer's plan; the mixer's options are :class:`MlaOptions`.
         plan: the model's plan.
-
-    Raises:
-        ConfigError: a width is not positive.
     """
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
         assert isinstance(layer.mixer, PluginMixerSpec)
         self._spec = spec = read_options(self.options_kind(), layer.mixer.options, "latent attention")
-        for name in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
-            width = getattr(spec, name)
-            if width is not None and (width < 0 or (width == 0 and name != "q_rank")):
-                raise ConfigError(
-                    f"the {name} of latent attention must be positive", where="config.json", found=str(width)
-                )
         self.heads, self.width = layer.sizes.num_heads, layer.sizes.hidden_size
         self.scale = softmax_scale(spec.nope_dim + spec.rope_dim, layer.rope)
         self._rope = Rope(layer.rope, spec.rope_dim) if layer.rope is not None else None
@@ -199,12 +189,10 @@ class ExpandedAttention(LatentAttention):
 def softmax_scale(head_dim: int, rope: RopePlan | None) -> float:
     """``head_dim ** -0.5``, times YaRN's squared magnitude where rope parameters state `mscale_all_dim`."""
     scale: float = head_dim**-0.5
-    all_dim = rope.params.get("mscale_all_dim") if rope is not None and rope.type != "default" else None
+    all_dim = rope.number("mscale_all_dim", 0.0) if rope is not None and rope.type != "default" else 0.0
     if rope is None or not all_dim:
         return scale
-    if "factor" not in rope.params:
-        raise ConfigError("rope parameters with 'mscale_all_dim' need 'factor'", where="config.json")
-    return scale * yarn_mscale(rope.params["factor"], all_dim) ** 2
+    return scale * yarn_mscale(rope.number("factor"), all_dim) ** 2
 
 
 def joined(nope: mx.array, rope: mx.array) -> mx.array:

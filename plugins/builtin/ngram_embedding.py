@@ -17,15 +17,15 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import Plan
-from mlx_experts.registry.values import Int, Num, Spec
+from mlx_experts.registry.values import Int, Positive, Spec, Width
 
 
 class NgramOptions(Spec):
     """Options of n-gram embeddings."""
 
-    longest: Int = Field(description="Tokens of the longest n-gram, this token included.")
-    tables: Int = Field(description="Tables for each n-gram length.")
-    ratio: Num = Field(description="Rows of a table, as a multiple of the vocabulary.")
+    longest: Width = Field(description="Tokens of the longest n-gram, this token included.")
+    tables: Width = Field(description="Tables for each n-gram length.")
+    ratio: Positive = Field(description="Rows of a table, as a multiple of the vocabulary.")
     boundary: Int | list[int] = Field(description="Tokens that no n-gram reaches across (end of a text).")
 
 

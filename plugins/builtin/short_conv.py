@@ -19,13 +19,13 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Bool, Int, Spec
+from mlx_experts.registry.values import Bool, Spec, Width
 
 
 class ShortConvOptions(Spec):
     """Options of a gated short convolution."""
 
-    kernel: Int = Field(description="Width of the convolution.")
+    kernel: Width = Field(description="Width of the convolution.")
     bias: Bool = Field(description="Biases on the projections and the convolution.")
 
 

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.model import make_mixer
 from mlx_experts.engine.state import ForwardState
-from mlx_experts.registry.errors import ConfigError, SpecError
+from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve import LayerPlan, Plan, resolve
 from mlx_experts.registry.synthetic import tiny_config
 
@@ -155,7 +155,7 @@ def test_without_rope_parameters_positions_do_not_matter() -> None:
 
 
 def test_a_width_that_is_not_positive_is_refused() -> None:
-    with pytest.raises(ConfigError, match="v_dim"):
+    with pytest.raises(SpecError, match="v_dim"):
         built(plan_of(v_dim=0))
 
 
