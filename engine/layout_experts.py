@@ -51,7 +51,8 @@ def carry_experts(
     there = [layout for layout in layouts if _present(layout, stack, tensors)]
     fitting = [layout for layout in there if _fits(layout, stack, tensors, tree)]
     if there and not fitting:
-        _explain(there[0], stack, tensors, tree)
+        nearest = min(there, key=lambda layout: len(_faults(layout, stack, tensors, tree)))
+        _explain(nearest, stack, tensors, tree)
     if len(fitting) > 1:
         raise TensorError(
             "two layouts fit these expert tensors, and their shapes cannot tell which it is",
