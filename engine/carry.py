@@ -6,9 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
+from mlx_experts.engine.encodings import Decoded, decode_encodings
 from mlx_experts.engine.layout import Operation, Tensors, Tree, put
 from mlx_experts.engine.layout_experts import (
     ExpertStack,
@@ -17,7 +19,7 @@ from mlx_experts.engine.layout_experts import (
     stacked_modules,
     uncarry_experts,
 )
-from mlx_experts.engine.layout_operations import make_operation
+from mlx_experts.engine.layout_operations import RenameOperation, make_operation
 from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.layouts import ExpertLayout, PerExpert, Stacked
@@ -85,6 +87,18 @@ class Carrier:
         path = f"{layer.moe.path}." if layer.moe.path else ""
         leaves = ("gate_proj", "up_proj", "down_proj") if layer.moe.experts.kind == "glu" else ("fc1", "fc2")
         return ExpertStack(at, f"{at}.{path}{layer.moe.experts.path}", leaves, layer.sizes.num_experts)
+
+    def decode(
+        self,
+        arrays: Mapping[str, mx.array],
+        config: Mapping[str, Any],
+        dtypes: Mapping[str, str] | None = None,
+        dense: mx.Dtype = mx.bfloat16,
+        *,
+        values: bool = True,
+    ) -> Decoded:
+        """Undo the encodings that MLX has no module for; the arguments are those of ``decode_encodings``."""
+        return decode_encodings(arrays, config, dtypes, dense, values)
 
     def sift(self, tensors: Mapping[str, mx.array]) -> tuple[Tensors, Counter[str]]:
         """The tensors that no rule drops, and how many each rule dropped, by rule."""
@@ -194,7 +208,10 @@ class Carrier:
             if pattern.fullmatch(name) or pattern.fullmatch(renamed):
                 return rule
         if self.spec.drop_extra_layers:
-            match = self._layer.match(renamed)
+            if not (match := self._layer.match(renamed)):
+                for op in self.ops:
+                    renamed = op.rename(renamed, self.tree) if isinstance(op, RenameOperation) else renamed
+                match = self._layer.match(renamed)
             if match and int(match[1]) >= self.tree.num_layers:
                 return f"{self.layers}.{{layer}} past the last layer"
         return None

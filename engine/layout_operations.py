@@ -5,8 +5,9 @@ Each looks for its complete source and does nothing where that is absent; a part
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,37 +42,45 @@ class RenameOperation:
 
     spec: spec.Rename
 
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+    def rename(self, name: str, tree: Tree) -> str:
+        """The name of a tensor after the operation."""
         # A tensor that stands where the tree has a parameter needs no other name.
-        settled = frozenset() if self.spec.source.endswith("*") else frozenset(tree.shapes)
-        return _rename(tensors, self.spec.source, self.spec.target, settled)
+        settled = frozenset() if self.spec.source.endswith("*") else tree.shapes.keys()
+        return _renamed(name, self.spec.source, self.spec.target, settled) or name
+
+    def forward(self, tensors: Tensors, tree: Tree) -> bool:
+        return _move(tensors, {name: self.rename(name, tree) for name in tensors})
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
-        _rename(tensors, self.spec.target, self.spec.source)
+        source, target = self.spec.target, self.spec.source
+        _move(tensors, {name: _renamed(name, source, target) or name for name in tensors})
 
     def modules(self, path: str, tree: Tree) -> list[str]:
-        probe: Tensors = {f"{path}.weight": mx.array(0)}
-        self.forward(probe, tree)
-        return [name.removesuffix(".weight") for name in probe]
+        return [self.rename(f"{path}.weight", tree).removesuffix(".weight")]
 
 
-def _rename(tensors: Tensors, source: str, target: str, settled: frozenset[str] = frozenset()) -> bool:
+@functools.cache
+def _pattern(source: str) -> re.Pattern[str]:
     pattern = re.escape(source).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
     if source.endswith("*"):
-        pattern = pattern[: -len(re.escape("*"))] + r"(?P<rest>.+)"
-    else:
-        pattern += rf"(?P<rest>(?:\.(?:{'|'.join(PLANES)}))?)"
-    regex, moved = re.compile(pattern), []
-    for name in tensors:
-        if match := regex.fullmatch(name):
-            module = name.removesuffix(match["rest"]) if match["rest"] else name
-            if settled and (name in settled or f"{module}.weight" in settled):
-                continue
-            layer = match.groupdict().get("layer") or ""
-            new = target.removesuffix("*").replace("{layer}", layer) + match["rest"]
-            moved.append((name, new))
-    values = [(new, tensors.pop(old)) for old, new in moved]
-    for new, value in values:
+        return re.compile(pattern[: -len(re.escape("*"))] + r"(?P<rest>.+)")
+    return re.compile(pattern + rf"(?P<rest>(?:\.(?:{'|'.join(PLANES)}))?)")
+
+
+def _renamed(name: str, source: str, target: str, settled: Collection[str] = ()) -> str | None:
+    match = _pattern(source).fullmatch(name)
+    if match is None or name in settled:
+        return None
+    module = name.removesuffix(match["rest"]) if match["rest"] else name
+    if f"{module}.weight" in settled:
+        return None
+    layer = match.groupdict().get("layer") or ""
+    return target.removesuffix("*").replace("{layer}", layer) + match["rest"]
+
+
+def _move(tensors: Tensors, names: Mapping[str, str]) -> bool:
+    moved = [(new, tensors.pop(old)) for old, new in names.items() if new != old]
+    for new, value in moved:
         put(tensors, new, {"": value})
     return bool(moved)
 

@@ -19,7 +19,7 @@ from mlx_experts.engine.selfcheck import build_tiny
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.layouts import PerExpert, Stacked
 
-FAMILIES = catalog().names()
+FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 
 
 def layouts_of(name: str, kind: type) -> list[tuple[str, int]]:
@@ -43,7 +43,7 @@ def spelled(lab: Any, model: Model, layout: int | None) -> dict[str, mx.array]:
     params = lab.parameters(model)
     if layout is not None:
         return model.carrier.save(params, layout)
-    for i in model.args.plan.moe_layers:
+    for i in model.plan.moe_layers:
         stack = model.carrier.stack(i)
         own = own_fused_layout(stack.container.removeprefix(f"{stack.layer}."))
         uncarry_experts(own, stack, params, model.carrier.tree)
@@ -57,7 +57,7 @@ def test_every_spelling_of_the_experts_gives_the_same_parameters(name: str, lab:
     want, odd = lab.parameters(model), {}
     declared: list[int | None] = list(range(len(model.carrier.spec.experts)))
     gated = catalog().load(name).moe.experts.kind == "glu"
-    own = model.carrier.stack(model.args.plan.moe_layers[0]).container
+    own = model.carrier.stack(model.plan.moe_layers[0]).container
     same_name = any(own.endswith(f".{each.path}") for each in model.carrier.spec.experts)
     for index in declared + ([None] if gated and not same_name else []):
         layout = model.carrier.spec.experts[index] if index is not None else None
@@ -98,7 +98,7 @@ def test_experts_one_by_one_under_a_wrappers_prefix_give_the_logits_of_the_fused
 def test_a_missing_expert_is_named_and_nothing_is_consumed(name: str, index: int, lab: Any) -> None:
     model, _ = lab.tiny(name)
     layout = model.carrier.spec.experts[index]
-    stack = model.carrier.stack(model.args.plan.moe_layers[0])
+    stack = model.carrier.stack(model.plan.moe_layers[0])
     disk = model.carrier.save(lab.parameters(model), index)
     gone = next(n for n in disk if n.endswith(f"{layout.path.split('.')[-1]}.2.{layout.leaves[-1]}.weight"))
     lacking = {n: v for n, v in disk.items() if n != gone}
@@ -142,10 +142,10 @@ def test_stacks_under_either_container_name_give_the_logits_of_the_original(
 
 def through_one_layer(model: Model, x: mx.array, expert: int) -> np.ndarray:
     """What one expert of the first MoE layer makes of each row of ``x``."""
-    i = model.args.plan.moe_layers[0]
+    i = model.plan.moe_layers[0]
     stack = model.carrier.stack(i)
     layer = model.layers[i]
-    block = find(layer, model.args.plan.layers[i].moe.path)
+    block = find(layer, model.plan.layers[i].moe.path)
     container = find(layer, stack.container.removeprefix(f"{stack.layer}."))
     picked = mx.full((x.shape[0], 1), expert, dtype=mx.uint32)
     return np.array(ExpertDispatch("x", block.activation)(container, x, picked, mx.ones((x.shape[0], 1))))
@@ -189,7 +189,7 @@ def test_split_and_fused_projections_with_a_split_shared_expert_give_equal_logit
         config["quantization"] = {"group_size": 64, "bits": 4}
     assert any("shared" in n and "gate_proj" in n for n in split)
     fused = dict(split)
-    for i in model.args.plan.moe_layers:
+    for i in model.plan.moe_layers:
         stack = model.carrier.stack(i)
         for plane in ("weight", "scales", "biases"):
             if f"{stack.module(-1)}.{plane}" in fused:
