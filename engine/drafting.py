@@ -110,6 +110,9 @@ def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str
             continue
         for change in ({}, changes):
             score, seen, why = _try(base, change, checkpoint, catalog)
+            if base == claimed:
+                # Neighbours may explain the same tensors; the family that the config names comes first.
+                score -= 0.01
             if best is None or score < best[0]:
                 best = (score, base, change, seen, why)
     if best is None or best[0] == float("inf"):
@@ -180,15 +183,14 @@ def _changes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _per_expert_layout(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    leaves: set[str] = set()
-    path = ""
+    leaves: dict[str, set[str]] = {}
     for name in checkpoint.tensors:
         if (match := _PER_EXPERT.search(name)) and ".mtp" not in name:
-            path = match["path"]
-            leaves.add(match["leaf"])
+            leaves.setdefault(match["path"], set()).add(match["leaf"])
     for roles in _ROLES:
-        if path and set(roles) <= leaves:
-            return {"kind": "per_expert", "path": path, "leaves": list(roles)}
+        for path, found in leaves.items():
+            if found == set(roles):
+                return {"kind": "per_expert", "path": path, "leaves": list(roles)}
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.schema import NormSpec
 
 
@@ -15,12 +16,17 @@ def place(parent: nn.Module, path: str, child: Any) -> Any:
 
     Returns:
         The child.
+
+    Raises:
+        SpecError: something else stands there already.
     """
     *parents, leaf = path.split(".")
     for name in parents:
         if name not in parent:
             parent[name] = nn.Module()
         parent = parent[name]
+    if leaf in parent:
+        raise SpecError("a family file puts two modules in one place", where=path)
     parent[leaf] = child
     return child
 
@@ -58,4 +64,3 @@ def make_norm(spec: NormSpec, dims: int, eps: float) -> nn.Module:
     if spec.offset == "run":
         return ZeroCentredRMSNorm(dims, eps)
     return nn.RMSNorm(dims, eps=eps)
-
