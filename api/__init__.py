@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_lm.generate import batch_generate, generate, stream_generate
 
+    from mlx_experts.engine.adopt import adopt
+    from mlx_experts.engine.build import get_model_classes
     from mlx_experts.engine.loading import load, load_model, load_model_for_check, save_model
-    from mlx_experts.engine.model import get_model_classes
     from mlx_experts.engine.trace import trace
 
 _HOME = {
+    "adopt": "mlx_experts.engine.adopt",
     "batch_generate": "mlx_lm.generate",
     "generate": "mlx_lm.generate",
-    "get_model_classes": "mlx_experts.engine.model",
+    "get_model_classes": "mlx_experts.engine.build",
     "load": "mlx_experts.engine.loading",
     "load_model": "mlx_experts.engine.loading",
     "load_model_for_check": "mlx_experts.engine.loading",
@@ -28,6 +30,7 @@ _HOME = {
 }
 
 __all__ = [
+    "adopt",
     "batch_generate",
     "generate",
     "get_model_classes",

@@ -12,8 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_tokenizer, save_config
 from mlx_lm.utils import save_model as save_mlx_lm_model
 
+from mlx_experts.engine.described import Described
 from mlx_experts.engine.load import LoadReport, Progress, load_checkpoint
-from mlx_experts.engine.model import Model
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import CheckpointError
 from mlx_experts.registry.hub import resolve_path
@@ -31,7 +31,7 @@ def load_model(
     family: Family | str | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
-) -> tuple[Model, dict[str, Any]]:
+) -> tuple[Described, dict[str, Any]]:
     """Load a model from a folder or a Hugging Face repository.
 
     Args:
@@ -67,7 +67,7 @@ def load_model(
 
 def load_with_report(
     path_or_hf_repo: str | Path, *, revision: str | None = None, **options: Any
-) -> tuple[Model, dict[str, Any], LoadReport]:
+) -> tuple[Described, dict[str, Any], LoadReport]:
     """As :func:`load_model`, with the report of what the load did."""
     folder = resolve_path(str(path_or_hf_repo), revision)
     return load_checkpoint(Checkpoint.open(folder), **options)
@@ -80,7 +80,7 @@ def load(
     adapter_path: str | None = None,
     revision: str | None = None,
     **options: Any,
-) -> tuple[Model, TokenizerWrapper]:
+) -> tuple[Described, TokenizerWrapper]:
     """Load a model and its tokenizer; the options are those of :func:`load_model`.
 
     Returns:
@@ -121,7 +121,7 @@ def read_tokenizer(
         ) from error
 
 
-def load_model_for_check(path: str) -> Model:
+def load_model_for_check(path: str) -> Described:
     """The model of a checkpoint folder, for scripts that compare loaders."""
     return load_model(path)[0]
 
@@ -129,7 +129,7 @@ def load_model_for_check(path: str) -> Model:
 class _Written(nn.Module):
     """A model as mlx-lm's writer sees it: its modules, and tensors under the names on disk."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Described) -> None:
         super().__init__()
         self._model = model
 
@@ -140,7 +140,7 @@ class _Written(nn.Module):
         return self._model.leaf_modules()
 
 
-def save_model(folder: str | Path, model: Model, config: Mapping[str, Any]) -> None:
+def save_model(folder: str | Path, model: Described, config: Mapping[str, Any]) -> None:
     """Write a model as a checkpoint folder that this package and mlx-lm load.
 
     Args:

@@ -233,7 +233,7 @@ def against_mlx_lm(
         ) from error
     if current_device() == "cpu":
         other.apply(lambda v: v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v)
-    vocabulary = model.args.plan.sizes.vocab_size
+    vocabulary = model.plan.sizes.vocab_size
     ids = mx.array([prompt or [(7 * i + 3) % vocabulary for i in range(24)]])
     (got, mine), (want, theirs) = _with_layers(model, ids), _with_layers(other, ids)
     result = CheckpointParity("mlx-lm", _distance(got, want), tokens=tokens)

@@ -19,14 +19,16 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_experts.engine.account import check_account
+from mlx_experts.engine.build import build
+from mlx_experts.engine.described import Described
 from mlx_experts.engine.load import saved_quantization
 from mlx_experts.engine.loading import load_model, save_model
-from mlx_experts.engine.model import Model, ModelArgs
+from mlx_experts.engine.model import ModelArgs
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.quantize import Format
 from mlx_experts.engine.trace import trace
 from mlx_experts.plugins.manager import PluginProblem
-from mlx_experts.registry.errors import RegistryError
+from mlx_experts.registry.errors import DeviceError, RegistryError
 from mlx_experts.registry.layouts import Stacked
 from mlx_experts.registry.resolve import resolve
 from mlx_experts.registry.schema import Family
@@ -59,6 +61,7 @@ class FamilyReport:
         fused: MoE layers that ran fused on the decoded token.
         moe_layers: MoE layers in all.
         reason: why the others did not, or nothing.
+        lacks: what this machine lacks to run the family, so that nothing was tried; or nothing.
     """
 
     family: str
@@ -66,18 +69,19 @@ class FamilyReport:
     fused: int = 0
     moe_layers: int = 0
     reason: str = ""
+    lacks: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether every step passed."""
+        """Whether every step that this machine can run passed."""
         return all(step.ok for step in self.steps)
 
 
-def build_tiny(family: Family, config: Mapping[str, Any], seed: int = 0) -> Model:
+def build_tiny(family: Family, config: Mapping[str, Any], seed: int = 0) -> Described:
     """The tiny model of a family with every parameter random."""
     args = ModelArgs(resolve(family, config), dict(config), None, str(config.get("model_type", "")))
     mx.random.seed(seed)
-    model = Model(args)
+    model = build(args)
     filled = [(name, _random(name, value)) for name, value in tree_flatten(model.parameters())]
     model.update(tree_unflatten(filled))
     model.eval()
@@ -102,17 +106,18 @@ def check_family(family: Family) -> FamilyReport:
     report = FamilyReport(family.family)
     steps = _Steps(report)
     config = steps.run("config", lambda: tiny_config(family))
+    if steps.going:
+        steps.run("plan", lambda: _count_layers(family, config, report))
     model = steps.run("build", lambda: build_tiny(family, config)) if steps.going else None
     if model is None:
         return report
-    report.moe_layers = len(model.args.plan.moe_layers)
     for index in (None, *range(len(family.layouts.experts))):
         label = "tree" if index is None else family.layouts.experts[index].kind
         steps.run(f"layout {label}", lambda i=index: _layout_round_trip(family, config, model, i))
     steps.run("save and load", lambda: _files_round_trip(family, model, config))
     steps.run("decode", lambda: _decodes(model))
     steps.run("batch", lambda: _batches(model))
-    steps.run("prompt cache", lambda: _prompt_cache(model))
+    steps.run("prompt cache", lambda: _prompt_cache(family, model))
     steps.run("fused", lambda: _fused(family, config, report))
     return report
 
@@ -125,18 +130,27 @@ class _Steps:
 
     @property
     def going(self) -> bool:
-        return self.report.ok
+        return self.report.ok and not self.report.lacks
 
     def run(self, name: str, step: Any) -> Any:
         if not self.going:
             return None
         try:
             result = step()
+        except DeviceError as error:
+            self.report.lacks = self.report.reason = f"needs {error.expected}"
+            self.report.steps.append(Step(name, True, self.report.lacks))
+            return None
         except (RegistryError, PluginProblem, AssertionError) as error:
             self.report.steps.append(Step(name, False, str(error)))
             return None
         self.report.steps.append(Step(name, True, result if isinstance(result, str) else ""))
         return result
+
+
+def _count_layers(family: Family, config: Mapping[str, Any], report: FamilyReport) -> str:
+    report.moe_layers = len(resolve(family, config).moe_layers)
+    return f"{report.moe_layers} MoE layers"
 
 
 def _parameters(model: nn.Module) -> dict[str, mx.array]:
@@ -148,7 +162,7 @@ def _close(a: mx.array, b: mx.array) -> float:
     return float(np.abs(x - y).max() / max(float(np.abs(y).max()), 1e-30))
 
 
-def _layout_round_trip(family: Family, config: Mapping[str, Any], model: Model, index: int | None) -> str:
+def _layout_round_trip(family: Family, config: Mapping[str, Any], model: Described, index: int | None) -> str:
     """Write the parameters in a layout, read them into a second model, compare."""
     layout = family.layouts.experts[index] if index is not None else None
     other = build_tiny(family, config, seed=1)
@@ -170,7 +184,7 @@ def _layout_round_trip(family: Family, config: Mapping[str, Any], model: Model, 
     return f"{len(disk)} tensors"
 
 
-def _files_round_trip(family: Family, model: Model, config: Mapping[str, Any]) -> str:
+def _files_round_trip(family: Family, model: Described, config: Mapping[str, Any]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, model, config)
         loaded, _ = load_model(folder, dtype="float32", family=family)
@@ -181,12 +195,12 @@ def _files_round_trip(family: Family, model: Model, config: Mapping[str, Any]) -
     return ""
 
 
-def _ids(model: Model, length: int, rows: int = 1) -> mx.array:
+def _ids(model: Described, length: int, rows: int = 1) -> mx.array:
     mx.random.seed(7)
-    return mx.random.randint(0, model.args.plan.sizes.vocab_size, (rows, length))
+    return mx.random.randint(0, model.plan.sizes.vocab_size, (rows, length))
 
 
-def _decodes(model: Model) -> str:
+def _decodes(model: Described) -> str:
     """Cached decoding, and prefill in two pieces, give the logits of the uncached model."""
     ids = _ids(model, PROMPT + STEPS)
     whole = model(ids)
@@ -199,7 +213,7 @@ def _decodes(model: Model) -> str:
     return f"{error:.0e}"
 
 
-def _batches(model: Model) -> str:
+def _batches(model: Described) -> str:
     """Two rows give each row's own logits."""
     ids = _ids(model, PROMPT, rows=2)
     both = model(ids, cache=make_prompt_cache(model))
@@ -209,8 +223,10 @@ def _batches(model: Model) -> str:
     return f"{error:.0e}"
 
 
-def _prompt_cache(model: Model) -> str:
+def _prompt_cache(family: Family, model: Described) -> str:
     """A prompt cache that was saved and loaded continues as the one in memory."""
+    if family.backbone is not None and not family.backbone.saves_caches:
+        return "mlx-lm cannot save this model's caches"
     ids = _ids(model, PROMPT + 1)
     cache = make_prompt_cache(model)
     model(ids[:, :PROMPT], cache=cache)
@@ -225,6 +241,9 @@ def _prompt_cache(model: Model) -> str:
 
 def _fused(family: Family, config: Mapping[str, Any], report: FamilyReport) -> str:
     """The fused path is seen in the trace on 4-bit experts, and agrees with the gather path."""
+    if family.backbone is not None and family.backbone.kept is not None:
+        report.reason = family.backbone.kept
+        return "mlx-lm's blocks are kept"
     fused = build_tiny(family, config)
     _quantize_experts(fused)
     ids = _ids(fused, PROMPT + 1)
@@ -252,7 +271,7 @@ def _fused(family: Family, config: Mapping[str, Any], report: FamilyReport) -> s
     return f"{report.fused} of {report.moe_layers} layers, {error:.0e}"
 
 
-def _quantize_experts(model: Model, mode: str = "affine") -> dict[str, Any]:
+def _quantize_experts(model: Described, mode: str = "affine") -> dict[str, Any]:
     """Quantise the routed experts to 4 bits in groups of 32, as conversions do."""
     formats: dict[str, Format] = {}
 

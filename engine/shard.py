@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_experts.engine.modules import ZeroCentredRMSNorm, find, place
+from mlx_experts.engine.modules import ZeroCentredRMSNorm, find
 from mlx_experts.registry.errors import SettingError
 
 Group = mx.distributed.Group
@@ -45,7 +45,7 @@ def spread_rows(parent: nn.Module, path: str, group: Group, segments: list[int] 
     """
     module = _linear(parent, path)
     share_of(module.weight.shape[0], group, f"the rows of '{path}'")
-    place(parent, path, shard_linear(module, "all-to-sharded", segments=segments, group=group))
+    _replace(parent, path, shard_linear(module, "all-to-sharded", segments=segments, group=group))
 
 
 def spread_columns(parent: nn.Module, path: str, group: Group) -> None:
@@ -56,7 +56,7 @@ def spread_columns(parent: nn.Module, path: str, group: Group) -> None:
     """
     module = _linear(parent, path)
     _check_columns(module, group, path)
-    place(parent, path, shard_linear(module, "sharded-to-all", group=group))
+    _replace(parent, path, shard_linear(module, "sharded-to-all", group=group))
 
 
 def spread_experts(container: nn.Module, group: Group, path: str) -> None:
@@ -92,6 +92,11 @@ def _rows_of_experts(path: str, value: mx.array) -> int | None:
 
 def _columns_of_experts(path: str, value: mx.array) -> int | None:
     return None if path.endswith(("bias", "global_scale")) else -1
+
+
+def _replace(parent: nn.Module, path: str, module: nn.Module) -> None:
+    above, _, leaf = path.rpartition(".")
+    find(parent, above)[leaf] = module
 
 
 def _linear(parent: nn.Module, path: str) -> nn.Module:

@@ -8,6 +8,7 @@
     │   └── TensorError                tensors missing, unclaimed or of the wrong shape
     ├── QuantizationError              a quantisation entry that does not fit its tensors
     ├── PluginError                    a plugin that cannot be used
+    ├── DeviceError                    a machine that lacks what a model needs
     └── SettingError                   an argument or an environment variable
     CheckFailed                        exit 2: a check ran and did not pass
 
@@ -82,6 +83,10 @@ class QuantizationError(RegistryError):
 
 class PluginError(RegistryError):
     """A plugin cannot be used."""
+
+
+class DeviceError(RegistryError):
+    """A machine lacks what a model needs."""
 
 
 class SettingError(RegistryError):

@@ -83,6 +83,7 @@ def _run(catalog: Catalog, report: FastReport, quiet: bool) -> list[dict[str, An
                 "fused": result.fused,
                 "moe_layers": result.moe_layers,
                 "reason": result.reason,
+                "lacks": result.lacks,
                 "steps": [{"name": s.name, "ok": s.ok, "detail": s.detail} for s in result.steps],
             }
         )
@@ -96,8 +97,10 @@ def _record(path: Path, catalog: Catalog, rows: list[dict[str, Any]]) -> None:
     kept = {
         row["family"]: {
             "hash": evidence.family_hash(catalog.load(row["family"])),
-            "ok": row["ok"],
-            "layouts_ok": all(s["ok"] for s in row["steps"] if s["name"].startswith("layout")),
+            # What a machine cannot run is no evidence.
+            "ok": row["ok"] and not row["lacks"],
+            "layouts_ok": not row["lacks"]
+            and all(s["ok"] for s in row["steps"] if s["name"].startswith("layout")),
             "layouts": row["layouts"],
             "fused": row["fused"],
             "moe_layers": row["moe_layers"],
@@ -122,7 +125,7 @@ def _print(report: FastReport, rows: list[dict[str, Any]], verdict: str | None, 
             [
                 (
                     r["family"],
-                    "ok" if r["ok"] else "FAILED",
+                    r["lacks"] or ("ok" if r["ok"] else "FAILED"),
                     ", ".join(r["layouts"]),
                     f"{r['fused']} of {r['moe_layers']}",
                     r["reason"],

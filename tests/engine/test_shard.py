@@ -22,7 +22,7 @@ from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.synthetic import tiny_config
 
 # Biases, sinks and windows; a fused projection; gates; full-width norms; a mix; identity experts; a mixer
-# that stays whole; a latent space; quantised weights.
+# that stays whole; a latent space; quantised weights; an indexer; mlx-lm's own models.
 SPREAD = (
     "qwen3_moe",
     "qwen3_moe@4",
@@ -37,6 +37,9 @@ SPREAD = (
     "longcat_flash",
     "qwen3_next",
     "nemotron_h",
+    "minimax_m3_vl",
+    "kimi_k3@4",
+    "deepseek_v41",
 )
 
 

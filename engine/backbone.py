@@ -1,0 +1,185 @@
+"""mlx-lm's own model for a family too strange to describe, with this package's MoE blocks inside.
+
+The module tree, the layouts of checkpoints and the caches are mlx-lm's; a plan says where the blocks are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_experts.engine.adopt import Unfit, block_path, put_in_place, share, take_over
+from mlx_experts.engine.carry import Carried, Carrier
+from mlx_experts.engine.described import Described
+from mlx_experts.engine.encodings import Decoded
+from mlx_experts.engine.layout import Tensors
+from mlx_experts.engine.model import ModelArgs
+from mlx_experts.registry.errors import ConfigError, DeviceError, SpecError, TensorError
+from mlx_experts.registry.resolve import Plan
+
+
+class BackboneCarrier(Carrier):
+    """Carries checkpoints by mlx-lm's ``sanitize``; what the family declares as dropped is counted.
+
+    Args:
+        plan: the resolved family.
+        shapes: shape of every parameter, before quantisation.
+        sanitize: mlx-lm's.
+    """
+
+    def __init__(
+        self, plan: Plan, shapes: Mapping[str, tuple[int, ...]], sanitize: Callable[[Tensors], Tensors]
+    ) -> None:
+        super().__init__(plan, shapes)
+        self._sanitize = sanitize
+
+    def decode(
+        self,
+        arrays: Mapping[str, mx.array],
+        config: Mapping[str, Any],
+        dtypes: Mapping[str, str] | None = None,
+        dense: mx.Dtype = mx.bfloat16,
+        *,
+        values: bool = True,
+    ) -> Decoded:
+        """The arrays as they are: mlx-lm's ``sanitize`` reads the encodings of its family itself."""
+        return Decoded(dict(arrays))
+
+    def load(self, tensors: Mapping[str, mx.array], *, compare_values: bool = True) -> Carried:
+        """From names on disk to the module tree.
+
+        Raises:
+            TensorError: mlx-lm misses a tensor, or one is of the wrong shape.
+        """
+        kept, dropped = self.sift(tensors)
+        try:
+            return Carried(self._sanitize(kept), dropped)
+        except (KeyError, ValueError, IndexError) as error:
+            raise TensorError(
+                "mlx-lm cannot bring these tensors into its model",
+                where=f"mlx_lm.models.{self.plan.family.family}",
+                found=f"{type(error).__name__}: {error}"[:300],
+                hint="get the missing files, or check that config.json belongs to these weights",
+            ) from error
+
+
+class _Originals:
+    """mlx-lm's blocks by path, kept out of the module tree."""
+
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        self.blocks = blocks
+
+
+class Backbone(Described):
+    """mlx-lm's model of a family; :func:`backbone_class` mixes it with mlx-lm's class.
+
+    Args:
+        args: the plan and the config it came from.
+
+    Raises:
+        DeviceError: the model needs a device that this machine lacks.
+        ConfigError: mlx-lm does not take the config.
+        SpecError: the family file describes other blocks than mlx-lm's model has.
+    """
+
+    source: ClassVar[Any]
+
+    def __init__(self, args: ModelArgs) -> None:
+        spec = args.plan.family.backbone
+        assert spec is not None
+        if spec.needs_metal and not mx.metal.is_available():
+            raise DeviceError(
+                f"the family '{args.plan.family.family}' runs on Apple GPUs only",
+                where=self.source.__name__,
+                expected="Metal",
+                found=str(mx.default_device()),
+                hint="load it on a Mac; mlx-lm, whose model it is, has no other kernels for it",
+            )
+        super().__init__(_arguments(self.source, args))
+        self._plan = args.plan
+        self._originals = _Originals({})
+        shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
+        self._carrier = BackboneCarrier(args.plan, shapes, self._sanitized)
+        modules = dict(self.named_modules())
+        for layer in args.plan.layers:
+            if layer.moe is None or not spec.blocks:
+                continue
+            path = block_path(layer, args.plan)
+            block = modules.get(path)
+            try:
+                if type(block).__name__ not in spec.blocks:
+                    raise Unfit(f"it is a {type(block).__name__}")
+                ours = take_over(block, layer, path, args.fused)
+            except Unfit as reason:
+                raise SpecError(
+                    "the family file describes another block than mlx-lm's model has",
+                    where=f"{args.plan.family.family}.yaml, {path}",
+                    expected=", ".join(spec.blocks),
+                    found=str(reason),
+                ) from reason
+            assert block is not None
+            self._originals.blocks[path] = block
+            put_in_place(modules, path, ours)
+
+    @property
+    def plan(self) -> Plan:
+        """What the model was built from."""
+        return self._plan
+
+    @property
+    def carrier(self) -> BackboneCarrier:
+        """What carries checkpoints into this model's parameters."""
+        return self._carrier
+
+    @property
+    def remarks(self) -> list[str]:
+        """Why mlx-lm's blocks stayed, where they did."""
+        spec = self.plan.family.backbone
+        return [f"mlx-lm's MoE blocks are kept: {spec.kept}"] if spec is not None and spec.kept else []
+
+    def _sanitized(self, tensors: Tensors) -> Tensors:
+        # A model of its own, never evaluated, because mlx-lm tells layers apart by the class of their block.
+        return dict(self.source.Model(self.args).sanitize(tensors))
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Spread the model over the ranks of a group as mlx-lm does, with its own blocks put back."""
+        group = group or mx.distributed.init()
+        if group.size() == 1:
+            return
+        modules = dict(self.named_modules())
+        for path, block in self._originals.blocks.items():
+            share(modules[path], block)
+            put_in_place(modules, path, block)
+        super().shard(group)  # type: ignore[misc]
+
+
+def _arguments(source: Any, args: ModelArgs) -> Any:
+    try:
+        return source.ModelArgs.from_dict(args.config)
+    except (TypeError, ValueError, KeyError, NotImplementedError) as error:
+        raise ConfigError(
+            "mlx-lm does not take this config",
+            where=f"config.json, read by {source.__name__}",
+            found=f"{type(error).__name__}: {error}"[:300],
+        ) from error
+
+
+@functools.cache
+def backbone_class(module: str) -> type[Backbone]:
+    """The class that builds mlx-lm's model of this module with this package's blocks.
+
+    Raises:
+        SpecError: mlx-lm has no such module.
+    """
+    name = f"mlx_lm.models.{module}"
+    try:
+        source = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise SpecError("mlx-lm has no such model", where="backbone.module", found=name) from error
+    return type("Backbone", (Backbone, source.Model), {"source": source, "__module__": __name__})

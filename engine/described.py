@@ -1,0 +1,49 @@
+"""What loading, saving, inspecting and checking ask of a model, whoever wrote its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.carry import Carried, Carrier
+from mlx_experts.registry.resolve import Plan
+
+
+class Described(nn.Module):
+    """A model that a plan describes, with the interface of mlx-lm's models."""
+
+    if TYPE_CHECKING:
+        cast_predicate: Any
+        layers: list[nn.Module]
+
+        def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+            """Token ids ``[B, L]`` to logits ``[B, L, vocabulary]``."""
+
+        def make_cache(self) -> list[Any]:
+            """The caches of the layers that keep anything."""
+
+    @property
+    def plan(self) -> Plan:
+        """What the model was built from."""
+        raise NotImplementedError
+
+    @property
+    def carrier(self) -> Carrier:
+        """What carries checkpoints into this model's parameters."""
+        raise NotImplementedError
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a person should know of how the model was built."""
+        return []
+
+    def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Carry a checkpoint's tensors to this model's parameter names."""
+        return self.carry(weights).tensors
+
+    def carry(self, weights: Mapping[str, mx.array], *, compare_values: bool = True) -> Carried:
+        """As :meth:`sanitize`, with the account of what was dropped."""
+        return self.carrier.load(weights, compare_values=compare_values)
