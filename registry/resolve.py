@@ -109,6 +109,8 @@ def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: An
 
 def _check_moe(moe: MoeSpec, sizes: Sizes, i: int) -> None:
     experts, groups = sizes.num_experts + moe.experts.zero_experts, moe.router.groups
+    if not sizes.num_experts:
+        raise ConfigError("a layer with experts has none", where=f"config.json, layer {i}", found="0 experts")
     if not 1 <= sizes.top_k <= experts:
         raise ConfigError(
             "a token cannot pick that many experts",
@@ -139,6 +141,16 @@ def _check_moe(moe: MoeSpec, sizes: Sizes, i: int) -> None:
             expected=f"at least {sizes.top_k} experts",
             found=f"{groups.keep} groups of {experts // groups.count}",
         )
+
+
+def _layered(spec: SizesSpec) -> SizesSpec:
+    """The same section with the experts' sizes read from a list with one entry a layer, where it is one.
+
+    Pruned checkpoints keep another number of experts in each layer, whatever the family.
+    """
+    refs = {name: getattr(spec, name) for name in ("num_experts", "top_k", "expert_width")}
+    layered = {n: r.model_copy(update={"per_layer": True}) for n, r in refs.items() if isinstance(r, Ref)}
+    return spec.model_copy(update=layered)
 
 
 def _check_heads(mixer: GqaSpec, sizes: Sizes, i: int) -> None:
@@ -265,7 +277,7 @@ class Resolver:
         Raises:
             ConfigError: a size is not positive.
         """
-        read = self.spec(spec, layer)
+        read = self.spec(_layered(spec), layer)
         values = {name: getattr(read, name) for name in SizesSpec.model_fields}
         for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS)):
             if values[name] > most:

@@ -316,9 +316,9 @@ class SizesSpec(Spec):
     dense_width: Count | None = Field(_key("intermediate_size", None), description="Width of dense MLPs.")
     norm_eps: Positive = Field(_key("rms_norm_eps"), description="Epsilon of the norms.")
     max_positions: Width | None = Field(_key("max_position_embeddings", None), description="Longest context.")
-    num_experts: Width = Field(description="Routed experts.")
-    top_k: Width = Field(description="Experts a token picks.")
-    expert_width: Count = Field(description="Inner width of a routed expert.")
+    num_experts: Count = Field(description="Routed experts; a list holds one number for each layer.")
+    top_k: Count = Field(description="Experts a token picks; may be such a list.")
+    expert_width: Count = Field(description="Inner width of a routed expert; may be such a list.")
 
     @model_validator(mode="before")
     @classmethod
