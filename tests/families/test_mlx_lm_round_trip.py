@@ -13,7 +13,7 @@ from mlx_lm.utils import _get_classes, quantize_model, save_config
 from mlx_lm.utils import load_model as load_in_mlx_lm
 from mlx_lm.utils import save_model as save_mlx_lm_model
 
-from mlx_experts import load_model, save_model
+from mlx_experts import adopt, load_model, save_model, trace
 
 CONFIGS = yaml.safe_load((Path(__file__).parent / "mlx_lm_configs.yaml").read_text())
 COMMON = CONFIGS.pop("common")
@@ -74,3 +74,32 @@ def test_four_bit_checkpoint_travels_both_ways(model_type: str, tmp_path: Path) 
     save_model(tmp_path / "ours", ours, saved)
     back, _ = load_in_mlx_lm(tmp_path / "ours")
     assert largest_difference(back, theirs) < 1e-6
+
+
+# Whose experts are not in a block of their own, or whose block in mlx-lm lacks a part.
+NOT_ADOPTED = {"dbrx": "has no 'switch_mlp'", "ernie4_5_moe": "has no 'moe_statics'"}
+NOT_ADOPTED |= dict.fromkeys(("gemma4", "gemma4_text"), "parts of the decoder layer")
+
+
+@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+def test_adopting_a_four_bit_model_keeps_its_logits_and_runs_fused(model_type: str) -> None:
+    config = config_of(model_type)
+    model, _ = quantize_model(make_model(config), config, 32, 4)
+    names = {name for name, _ in tree_flatten(model.parameters())}
+    want = [model(IDS[:1]), model(IDS[:1, :1])]
+    mx.eval(want)
+    report = adopt(model)
+    assert {name for name, _ in tree_flatten(model.parameters())} == names
+    trace.reset()
+    got = [model(IDS[:1]), model(IDS[:1, :1])]
+    mx.eval(got)
+    for after, before in zip(got, want, strict=True):
+        assert (mx.abs(after - before).max() < 1e-5 * mx.abs(before).max()).item()
+    if model_type in NOT_ADOPTED:
+        assert report.kept
+        assert not report.replaced
+        assert all(NOT_ADOPTED[model_type] in reason for reason in report.kept.values())
+    else:
+        assert report.replaced
+        assert not report.kept
+    assert {row.layer for row in trace.snapshot() if row.path == "fused"} == set(report.replaced)
