@@ -269,16 +269,21 @@ def _take_stacked(tensors: Tensors, module: str) -> dict[str, mx.array]:
 
 
 def _turn(values: dict[str, mx.array], turn: bool) -> dict[str, mx.array]:
-    return {p: mx.contiguous(v.swapaxes(-1, -2)) if turn and p == "weight" else v for p, v in values.items()}
+    """Matrices as [out, in]; views, so that a half is copied and never the whole as well."""
+    return {p: v.swapaxes(-1, -2) if turn and p == "weight" else v for p, v in values.items()}
+
+
+def _copied(values: dict[str, mx.array]) -> dict[str, mx.array]:
+    return {plane: mx.contiguous(value) for plane, value in values.items()}
 
 
 def _from_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
     fused, down = (_take_stacked(tensors, source) for source in _sources(layout, stack))
     fused, down = (_turn(values, layout.transposed) for values in (fused, down))
     fused = {p: v[: stack.experts] for p, v in fused.items()}
-    put(tensors, stack.module(-1), down)
+    put(tensors, stack.module(-1), _copied(down))
     if len(stack.leaves) == 2:
-        put(tensors, stack.module(0), fused)
+        put(tensors, stack.module(0), _copied(fused))
         return
     scale = fused.get("global_scale")
     if scale is not None and scale.ndim == 2:
