@@ -64,7 +64,7 @@ def families_page(catalog: Catalog, root: Path) -> str:
                 _router_words(family),
                 _shared_words(family),
                 ", ".join(dict.fromkeys(_layout_words(layout) for layout in family.layouts.experts))
-                or "tree",
+                or ("tree" if family.backbone is None else "mlx-lm's"),
                 fused + (f" ({why})" if why else ""),
                 evidence.state(family, check, originals),
             )
@@ -87,6 +87,8 @@ def families_page(catalog: Catalog, root: Path) -> str:
 
 
 def _mixer_words(family: Family) -> str:
+    if family.backbone is not None:
+        return "mlx-lm's"
     kinds = []
     for mixer in mixers(family).values():
         if mixer is None:
