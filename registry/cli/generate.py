@@ -65,6 +65,8 @@ def generate(
         )
     text = sys.stdin.read() if prompt == "-" else prompt
     tokens = _tokens(tokenizer, text, system, raw)
+    # Kernels are compiled or read from their cache at the first call, which is not the model's speed.
+    mx.eval(loaded(mx.array([tokens[:1]])))
     counts.reset()
     pieces: list[str] = []
     last: Any = None
