@@ -15,6 +15,7 @@ from mlx_experts.registry.catalog import mixers
 from mlx_experts.registry.config import ConfigView
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.expand import expand_moe_layers, expand_types
+from mlx_experts.registry.features import check_features
 from mlx_experts.registry.plan import FLOAT32_LARGEST
 from mlx_experts.registry.plan import LayerPlan as LayerPlan
 from mlx_experts.registry.plan import Plan as Plan
@@ -41,6 +42,7 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
         ConfigError: a needed key is absent, or a value cannot be.
     """
     view = ConfigView(config, family.text_keys if family.text_config else ())
+    check_features(family, view)
     resolver = Resolver(family.family, view)
     sizes = resolver.sizes(family.config, 0)
     types = expand_types(family.layer_types, view, sizes.num_layers, resolver)
@@ -108,6 +110,8 @@ def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: An
 
 
 def _check_moe(moe: MoeSpec, sizes: Sizes, i: int) -> None:
+    if moe.experts.width is None and not sizes.expert_width:
+        raise ConfigError("the experts have no width", where=f"config.json, layer {i}", found="0")
     experts, groups = sizes.num_experts + moe.experts.zero_experts, moe.router.groups
     if not sizes.num_experts:
         raise ConfigError("a layer with experts has none", where=f"config.json, layer {i}", found="0 experts")
@@ -358,17 +362,17 @@ class Resolver:
 
 
 def _ordinary(key: str, value: Any) -> Any:
-    """A value that, where it is a number, float32 can hold.
+    """The value, where it is no number that MLX cannot take.
 
     Raises:
-        ConfigError: it is not finite, or beyond float32.
+        ConfigError: it is not finite, or too large.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and not abs(value) <= FLOAT32_LARGEST:
+    if number and not abs(value) <= (FLOAT32_LARGEST if isinstance(value, float) else 2**63 - 1):
         raise ConfigError(
             f"'{key}' holds a number that cannot be",
             where="config.json",
-            expected="a number that float32 can hold",
+            expected="a finite number within float32, or a whole one of 64 bits",
             found=repr(value)[:80],
         )
     return value

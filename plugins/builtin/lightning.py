@@ -19,6 +19,7 @@ from mlx_experts.engine.options import read_options
 from mlx_experts.engine.rope import Rope
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Bool, Num, Positive, Spec, Str, Width
@@ -62,10 +63,21 @@ class LightningOptions(Spec):
 
 
 class GroupNorm(nn.Module):
-    """RMSNorm inside each of ``groups`` equal parts of the width."""
+    """RMSNorm inside each of ``groups`` equal parts of the width.
+
+    Raises:
+        ConfigError: the parts cannot be equal.
+    """
 
     def __init__(self, dims: int, groups: int, eps: float) -> None:
         super().__init__()
+        if dims % groups:
+            raise ConfigError(
+                "the width of a norm cannot be divided into that many groups",
+                where="config.json",
+                expected=f"a divisor of {dims}",
+                found=str(groups),
+            )
         self.weight = mx.ones((dims,))
         self._groups, self._eps = groups, eps
 

@@ -17,8 +17,10 @@ from mlx_experts.engine.families import catalog
 from mlx_experts.engine.load import LoadReport
 from mlx_experts.engine.loading import load_with_report
 from mlx_experts.engine.model import Model
+from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.selfcheck import build_tiny
 from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.values import Ref
 
 Tensors = dict[str, mx.array]
 
@@ -47,6 +49,24 @@ class Lab:
         """A family's tiny model with random parameters, and its config with ``stated`` merged in."""
         model, config = _built(name, json.dumps(stated or {}, sort_keys=True))
         return model, json.loads(config)
+
+    def resized(self, name: str, **sizes: Any) -> dict[str, Any]:
+        """A family's tiny config with other sizes, by the engine's names of them."""
+        family = catalog().load(name)
+        config = tiny_config(family)
+        level = config[family.text_keys[0]] if family.text_config else config
+        for size, value in sizes.items():
+            ref = getattr(family.config, size)
+            *parents, leaf = ref.keys[0].split(".") if isinstance(ref, Ref) else ["unread"]
+            at = level
+            for part in parents:
+                at = at[part]
+            at[leaf] = value
+        return config
+
+    def blocks(self, model: Model) -> list[MoE]:
+        """The Mixture-of-Experts blocks of a model."""
+        return [module for module in model.modules() if isinstance(module, MoE)]
 
     def parameters(self, model: Model) -> Tensors:
         return dict(tree_flatten(model.parameters()))

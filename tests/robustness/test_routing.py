@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -11,46 +10,29 @@ import numpy as np
 import pytest
 
 from mlx_experts.engine.families import catalog
-from mlx_experts.engine.kernels import gather
-from mlx_experts.engine.model import Model, ModelArgs
 from mlx_experts.engine.modules import find
-from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.router import Router
+from mlx_experts.engine.selfcheck import build_tiny
 from mlx_experts.registry.errors import ConfigError, UnknownFamilyError
 from mlx_experts.registry.resolve import resolve
 from mlx_experts.registry.schema import RouterSpec
 from mlx_experts.registry.synthetic import tiny_config
 from mlx_experts.registry.values import Ref
 
-FAMILIES = catalog().names()
+FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 BASE = {"path": "gate", "form": "linear", "dtype": "model", "score": "softmax", "order": "score_then_topk"}
+
+
+def softmax(t: np.ndarray) -> np.ndarray:
+    e = np.exp(t - t.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
 SCORES = {
-    "softmax": lambda t: np.exp(t - t.max(-1, keepdims=True)) / np.exp(t - t.max(-1, keepdims=True)).sum(-1, keepdims=True),
+    "softmax": softmax,
     "sigmoid": lambda t: 1 / (1 + np.exp(-t)),
     "sqrtsoftplus": lambda t: np.sqrt(np.log1p(np.exp(t))),
 }
-
-
-def blocks(model: nn.Module) -> list[MoE]:
-    return [module for module in model.modules() if isinstance(module, MoE)]
-
-
-def changed(name: str, **sizes: Any) -> dict[str, Any]:
-    """A family's tiny config with other sizes, by the engine's names of them."""
-    family = catalog().load(name)
-    config = tiny_config(family)
-    level = config
-    for part in family.text_keys[0].split(".") if family.text_config else ():
-        level = level[part]
-    for size, value in sizes.items():
-        ref = getattr(family.config, size)
-        if isinstance(ref, Ref):
-            *parents, leaf = ref.keys[0].split(".")
-            at = level
-            for part in parents:
-                at = at[part]
-            at[leaf] = value
-    return config
 
 
 def reference(spec: RouterSpec, logits: np.ndarray, bias: np.ndarray | None, k: int) -> np.ndarray:
@@ -59,13 +41,12 @@ def reference(spec: RouterSpec, logits: np.ndarray, bias: np.ndarray | None, k: 
     scores = score(logits.astype(np.float64)) if before else logits.astype(np.float64)
     choice = scores if bias is None else scores + bias
     groups = spec.groups
-    if groups is not None and groups.enabled and 1 < groups.count and groups.keep < groups.count:
+    if groups is not None and groups.enabled and groups.count > 1 and groups.keep < groups.count:
         parts = choice.reshape(len(choice), groups.count, -1)
         ordered = np.sort(parts, -1)
         best = ordered[..., -2:].sum(-1) if groups.score == "top2" else ordered[..., -1]
-        kept = np.argsort(-best, -1)[:, : groups.keep]
         allowed = np.zeros(best.shape, bool)
-        np.put_along_axis(allowed, kept, True, -1)
+        np.put_along_axis(allowed, np.argsort(-best, -1)[:, : groups.keep], True, -1)
         choice = np.where(allowed[..., None], parts, -np.inf).reshape(choice.shape)
     picked = np.argsort(-choice, -1, kind="stable")[:, :k]
     weights = np.take_along_axis(scores, picked, -1)
@@ -74,22 +55,34 @@ def reference(spec: RouterSpec, logits: np.ndarray, bias: np.ndarray | None, k: 
     if rule is not None and rule.enabled and not (rule.skip_single and k == 1):
         total = (np.abs(weights) ** rule.p).sum(-1, keepdims=True) ** (1 / rule.p)
         weights = weights / (np.maximum(total, rule.clamp) + rule.eps)
-    result = np.zeros_like(scores)
-    np.put_along_axis(result, picked, weights * spec.scale, -1)
+    return spread(picked, weights * spec.scale, logits.shape[-1])
+
+
+def spread(indices: Any, weights: Any, experts: int) -> np.ndarray:
+    """Picks [.., T, K] as one row of weights by expert for each token."""
+    picks, shares = (np.array(each).reshape(-1, indices.shape[-1]) for each in (indices, weights))
+    result = np.zeros((len(picks), experts))
+    np.put_along_axis(result, picks.astype(int), shares, -1)
     return result
 
 
-def spread(indices: mx.array, weights: mx.array, experts: int) -> np.ndarray:
-    result = np.zeros((indices.shape[-2], experts))
-    np.put_along_axis(result, np.array(indices).astype(int).reshape(-1, indices.shape[-1]), np.array(weights).reshape(-1, indices.shape[-1]), -1)
-    return result
+def routed(logits: list[float], k: int, bias: list[float] | None = None, **spec: Any) -> np.ndarray:
+    """One token through a router of these steps: its weights by expert."""
+    router = Router(RouterSpec.model_validate({**BASE, **spec}), 4, len(logits), k, 1e-6)
+    holder = nn.Module()
+    router.build(holder)
+    holder.gate.weight = mx.array(logits)[:, None] * mx.array([[1.0, 0, 0, 0]])
+    if bias is not None:
+        holder.bias = mx.array(bias)
+    holder.eval()
+    return spread(*router(holder, mx.array([[[1.0, 0, 0, 0]]])), len(logits))[0]
 
 
 @pytest.mark.report("RTE-01", "RTE-05")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_routes_by_its_declared_steps(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
-    for moe in blocks(model)[:2]:
+    for moe in lab.blocks(model)[:2]:
         router = moe._router
         if router.select is not None:
             continue
@@ -100,3 +93,110 @@ def test_every_family_routes_by_its_declared_steps(name: str, lab: Any) -> None:
         if router.spec.expert_scale:
             want = want * np.array(find(moe, router.spec.expert_scale))
         assert np.abs(spread(*router(moe, x), router.experts) - want).max() < 1e-5
+
+
+@pytest.mark.report("RTE-01")
+def test_scores_over_all_experts_are_not_scores_over_the_picked() -> None:
+    over_all, over_picked = routed([2, 1, 0, -1], 2), routed([2, 1, 0, -1], 2, order="topk_then_score")
+    assert over_all[:2] == pytest.approx([0.6439, 0.2369], abs=1e-4)
+    assert over_picked[:2] == pytest.approx([0.7311, 0.2689], abs=1e-4)
+
+
+@pytest.mark.report("RTE-05")
+def test_square_root_of_softplus_is_exact_and_does_not_overflow() -> None:
+    assert routed([3, -4, 100, -100], 4, score="sqrtsoftplus") == pytest.approx(
+        [np.log1p(np.exp(3)) ** 0.5, np.log1p(np.exp(-4)) ** 0.5, 10.0, 0.0], abs=1e-6
+    )
+
+
+@pytest.mark.report("RTE-05", "RTE-15")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_score_that_the_family_does_not_have_is_refused(name: str) -> None:
+    family = catalog().load(name)
+    config, score = tiny_config(family), family.moe.router.score
+    keys = score.keys if isinstance(score, Ref) else ("scoring_func",)
+    level = config[family.text_keys[0]] if family.text_config else config
+    words = ["hardmax"] if isinstance(score, Ref) else ["sqrtsoftplus"] * (score != "sqrtsoftplus")
+    for word in words:
+        level[keys[0]] = word
+        with pytest.raises(ConfigError, match=f"{keys[0]}|score function"):
+            build_tiny(family, config)
+
+
+@pytest.mark.report("RTE-15")
+@pytest.mark.parametrize(
+    "feature", [{"num_hash_layers": 3}, {"hc_mult": 4}, {"o_groups": 8}, {"swiglu_limit": 10.0}]
+)
+def test_a_config_of_a_newer_model_is_not_read_as_its_predecessor(feature: dict[str, Any]) -> None:
+    family = catalog().load("deepseek_v3")
+    with pytest.raises(ConfigError, match=next(iter(feature))):
+        resolve(family, {**tiny_config(family), **feature})
+    neutral = dict.fromkeys(feature)
+    assert resolve(family, {**tiny_config(family), **neutral}).moe_layers
+    with pytest.raises(UnknownFamilyError, match="deepseek_v4"):
+        catalog().resolve({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]})
+
+
+@pytest.mark.report("RTE-16")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_token_may_pick_every_expert(name: str, lab: Any) -> None:
+    family = catalog().load(name)
+    zero = lab.blocks(lab.tiny(name)[0])[0]._spec.experts.zero_experts
+    config = lab.resized(name, num_experts=2, top_k=2 + zero)
+    if family.moe.router.groups is not None:
+        set_groups(family, config, 1, 1)
+    model = build_tiny(family, config)
+    moe = lab.blocks(model)[0]
+    indices, weights = moe._router(moe, mx.random.normal((1, 5, moe._router.dims)))
+    assert all(sorted(row) == list(range(2 + zero)) for row in indices[0].tolist())
+    assert mx.isfinite(weights).all().item()
+    assert mx.isfinite(model(lab.ids)).all().item()
+
+
+GROUPED = [n for n in FAMILIES if catalog().load(n).moe.router.groups is not None]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_experts_of_dropped_groups_never_win_whatever_the_bias(name: str, lab: Any) -> None:
+    family, config = catalog().load(name), lab.resized(name, num_experts=8, top_k=2)
+    set_groups(family, config, 4, 2)
+    moe = lab.blocks(build_tiny(family, config))[0]
+    router = moe._router
+    x = mx.random.normal((1, 32, router.dims))
+    if router.bias_path is None:
+        bias = None
+    else:
+        bias = np.full(8, -2.0)
+        find(moe, router.bias_path)[:] = -2.0
+    want = reference(router.spec, np.array(router.logits(moe, x)[0]), bias, 2)
+    assert np.abs(spread(*router(moe, x), 8) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize(("count", "keep"), [(4, 5), (4, 0), (3, 1), (8, 1)])
+def test_groups_that_cannot_be_are_refused_before_anything_is_built(
+    name: str, count: int, keep: int, lab: Any
+) -> None:
+    family, config = catalog().load(name), lab.resized(name, num_experts=8, top_k=2)
+    set_groups(family, config, count, keep)
+    with pytest.raises(ConfigError, match="group"):
+        resolve(family, config)
+
+
+def set_groups(family: Any, config: dict[str, Any], count: int, keep: int) -> None:
+    groups = family.moe.router.groups
+    level = config[family.text_keys[0]] if family.text_config else config
+    for ref, value in ((groups.count, count), (groups.keep, keep), (groups.enabled, True)):
+        if isinstance(ref, Ref):
+            level[ref.keys[0]] = next((k for k, v in (ref.map or {}).items() if v is value), value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_a_token_cannot_pick_none_or_more_experts_than_there_are(name: str, top_k: int, lab: Any) -> None:
+    config = lab.resized(name, num_experts=8, top_k=top_k)
+    zero = lab.tiny(name)[0].args.plan.layers[-1].moe
+    if zero is not None and zero.experts.zero_experts and top_k:
+        return
+    with pytest.raises(ConfigError):
+        resolve(catalog().load(name), config)
