@@ -203,8 +203,14 @@ class ConcatOperation:
         return [next((fill(self.target, at) for at in found if at is not None), path)]
 
 
+def _moved_module(path: str, source: str, target: str) -> str:
+    """Where a module goes whose weight is the tensor ``source``."""
+    at = numbers_in(source, f"{path}.weight")
+    return path if at is None else fill(target, at).removesuffix(".weight")
+
+
 @dataclass(frozen=True)
-class ConvOperation(StaysInPlace):
+class ConvOperation:
     """A depthwise kernel, [C, 1, K] on disk and [C, K, 1] in MLX, perhaps under another name."""
 
     source: str
@@ -224,6 +230,9 @@ class ConvOperation(StaysInPlace):
         for at in per_layer(self.source, tree):
             if (target := fill(self.target, at)) in tensors:
                 put(tensors, fill(self.source, at), {"": tensors.pop(target).swapaxes(1, 2)})
+
+    def modules(self, path: str, tree: Tree) -> list[str]:
+        return [_moved_module(path, self.source, self.target)]
 
 
 @dataclass(frozen=True)
@@ -282,8 +291,7 @@ class PickOperation:
             put(tensors, fill(self.spec.source, at), {"": rows})
 
     def modules(self, path: str, tree: Tree) -> list[str]:
-        at = numbers_in(self.spec.source, f"{path}.weight")
-        return [path if at is None else fill(self.spec.target, at).removesuffix(".weight")]
+        return [_moved_module(path, self.spec.source, self.spec.target)]
 
 
 def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str], Any]) -> Operation:
