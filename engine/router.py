@@ -108,15 +108,20 @@ class Router:
         values: mx.array = module["scales"] if "scales" in module else module["weight"]
         return values
 
-    def logits(self, moe: nn.Module, x: mx.array) -> mx.array:
-        """Router logits ``[..., E]`` for ``x`` ``[..., D]``, in the type that scores are computed in."""
+    def logits(self, moe: nn.Module, x: mx.array, *, widen: bool = True) -> mx.array:
+        """Router logits ``[..., E]`` for ``x`` ``[..., D]``, in the type that scores are computed in.
+
+        Args:
+            widen: False leaves the product's type where nothing else is done to it.
+        """
         spec = self.spec
+        plain = spec.multiplier == 1.0 and not spec.softcap
         if spec.input_norm:
             scale = find(moe, spec.input_norm)
             x = mx.fast.rms_norm(x, (scale * self.dims**-0.5).astype(x.dtype), self.eps)
         matrix = find(moe, spec.path)
         logits = matrix(x.astype(mx.float32) if spec.dtype == "float32" else x)
-        if spec.score_dtype == "float32":
+        if spec.score_dtype == "float32" and (widen or not plain):
             logits = logits.astype(mx.float32)
         if spec.multiplier != 1.0:
             logits = logits * spec.multiplier
@@ -132,11 +137,14 @@ class Router:
         Returns:
             Indices ``[..., K]`` in no particular order, and weights ``[..., K]`` in float32.
         """
-        spec, logits = self.spec, self.logits(moe, x)
-        if logits.size == self.experts and not moe.training:
+        spec = self.spec
+        if x.size == self.dims and not moe.training:
             run = self._one_launch(moe)
             if not isinstance(run, Decline):
+                # The launch widens logits itself, which saves an operation.
+                logits = self.logits(moe, x, widen=False)
                 return run(logits, find(moe, self.bias_path) if self.bias_path else None)
+        logits = self.logits(moe, x)
         if self.select is not None:
             indices, weights = self.select(logits=logits, top_k=self.top_k, options=spec.options)
         else:

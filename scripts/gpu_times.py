@@ -85,7 +85,7 @@ def block(args: argparse.Namespace) -> None:
     def fused(i: int, x: mx.array, routed: Callable = route) -> mx.array:
         norm, gate, _, run = layers[i]
         h = norm(x)
-        return x + run(h, *routed(gate(h).astype(mx.float32)))
+        return x + run(h, *routed(gate(h)))
 
     compiled = [mx.compile(lambda x, i=i: fused(i, x)) for i in range(LAYERS)]
     forms: dict[str, Callable[[int, mx.array], mx.array]] = {

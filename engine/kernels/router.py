@@ -112,8 +112,9 @@ def prepare(
 ) -> RoutedRun | Decline:
     """The router of one layer as ``run(logits, bias) -> (indices, weights)`` for one token.
 
-    ``logits`` is ``[..., E]`` float32 with one row, ``bias`` is ``[E]`` or None. The results are
-    ``[..., K]``: uint32 in falling order of the biased score (ties: the lower index first), and float32.
+    ``logits`` is ``[..., E]`` with one row in any float type, which the kernel widens, ``bias`` is ``[E]`` or
+    None. The results are ``[..., K]``: uint32 in falling order of the biased score (ties: the lower index
+    first), and float32.
     """
     objection = judge(steps)
     if objection is not None:
@@ -121,14 +122,15 @@ def prepare(
     if device not in BACKENDS:
         return Decline("device", "cuda or metal", device, "Elsewhere the router is plain MLX.")
     backend, made = BACKENDS[device], launch(BACKENDS[device], steps)
-    dtypes = [mx.float32, *([bias_dtype] if steps.bias else []), mx.uint32, mx.float32]
-    kernels: dict[tuple[int, ...], Callable] = {}
+    kernels: dict[tuple[tuple[int, ...], mx.Dtype], Callable] = {}
 
     def run(logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        kernel = kernels.get(logits.shape)
+        key = (logits.shape, logits.dtype)
+        kernel = kernels.get(key)
         if kernel is None:
             shape = (*logits.shape[:-1], max(steps.top_k, _FEWEST))
-            kernel = kernels[logits.shape] = made.make(backend, dtypes, [shape, shape], **options)
+            dtypes = [logits.dtype, *([bias_dtype] if steps.bias else []), mx.uint32, mx.float32]
+            kernel = kernels[key] = made.make(backend, dtypes, [shape, shape], **options)
         chosen, share = kernel([logits, bias] if steps.bias else [logits])
         if steps.top_k < _FEWEST:
             return chosen[..., : steps.top_k], share[..., : steps.top_k]
