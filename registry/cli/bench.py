@@ -15,7 +15,7 @@ from mlx_experts.registry.shapes import Shape, select
 if TYPE_CHECKING:
     from mlx_experts.engine.measure import Result, Storage
 
-COLUMNS = ("family", "H", "F", "E", "k", "gather µs", "fused µs", "ratio", "± %", "GB/s", "of read", "errors")
+COLUMNS = ("fused µs", "ratio", "± %", "GB/s", "of read", "errors")
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "plain"]
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -77,7 +77,8 @@ def bench(
         print_json({**about, "shapes": [_entry(s, r) for s, r in results]})
     else:
         print(_title(about, storage))
-        print_table("", COLUMNS, [_row(s, r, bandwidth) for s, r in results])
+        columns = ("family", "H", "F", "E", "k", f"{baseline} µs", *COLUMNS)
+        print_table("", columns, [_row(s, r, bandwidth) for s, r in results])
     if plot is not None:
         from mlx_experts.registry.plot import draw
 
