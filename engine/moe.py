@@ -130,6 +130,8 @@ class MoE(nn.Module):
             router_input: what the router reads, where it is not ``x``.
         """
         spec = self._spec.experts
+        if not x.size:
+            return mx.zeros_like(x)
         indices, weights = self._router(self, x if router_input is None else router_input)
         identity = None
         if spec.zero_experts:
