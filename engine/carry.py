@@ -228,10 +228,14 @@ class Carrier:
 
     def _tied_head(self, result: Carried, compare: bool) -> None:
         """Drop a redundant copy of a tied head, and refuse one that differs."""
-        names, head = self.plan.family.names, self.plan.head
+        names, head, sizes = self.plan.family.names, self.plan.head, self.plan.sizes
         if not head.tied:
             return
         base, embed = f"{self.wrapper}{head.path}.", f"{self.wrapper}{names.root}.{names.embed}."
+        # A plugin's embedding holds the tokens' matrix somewhere inside.
+        whole = (sizes.vocab_size, sizes.hidden_size)
+        found = [n for n, shape in self.tree.shapes.items() if n.startswith(embed) and shape == whole]
+        embed = found[0].removesuffix("weight") if found else embed
         for name in [n for n in result.tensors if n.startswith(base) and n not in self.tree.shapes]:
             twin = embed + name[len(base) :]
             other = result.tensors.get(twin)

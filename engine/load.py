@@ -117,14 +117,15 @@ def _fill(
         f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
         for rule, count in carried.lacking.items()
     ]
-    reader = Reader(decoded.quantization or settings(config), model.carrier)
+    entry = decoded.quantization or settings(config)
+    reader = Reader(entry, model.carrier)
     report.formats = quantize_modules(model, carried.tensors, reader)
     report.notices += reader.remarks()
     wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
     check_account(wanted, carried.tensors, checkpoint.where)
     tensors = cast_tensors(model, carried.tensors, report.dtype)
     model.update(tree_unflatten(list(tensors.items())))
-    _settle_quantization(config, report.formats, reader.as_declared and decoded.quantization is None)
+    _settle_quantization(config, report.formats, reader.as_declared and entry == config.get("quantization"))
 
 
 def compute_dtype(dtype: str | None) -> str | None:
@@ -175,7 +176,7 @@ def _own_dtype(model: Described, tensors: Mapping[str, mx.array]) -> mx.Dtype:
 
 def _settle_quantization(config: dict[str, Any], formats: Mapping[str, Format], as_declared: bool) -> None:
     """Make the config say how the tensors are quantised now, for whoever saves them."""
-    if not formats or not as_declared or "quantization" not in config:
+    if not formats or not as_declared:
         config.pop("quantization", None)
         # Another library's entry no longer holds, and mlx-lm's copy of its own must not differ.
         config.pop("quantization_config", None)
