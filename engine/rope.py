@@ -1,7 +1,7 @@
 """Rotary position embeddings by rope type, after transformers' ``modeling_rope_utils``.
 
 Each type gives inverse frequencies and a factor on the rotated slice. Types that depend on the
-length (dynamic, longrope) work them out at each call; offsets may be numbers or, in batches, arrays.
+length (dynamic, longrope) work them out at each call, for every row of a batch by its own length.
 """
 
 from __future__ import annotations
@@ -54,14 +54,35 @@ class Rope(nn.Module):
             self.dims = head_dim or dims
 
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
-        """``x`` [B, heads, L, head_dim] rotated by positions ``offset`` .. ``offset + L - 1``."""
+        """``x`` [B, heads, L, head_dim] rotated by positions ``offset`` .. ``offset + L - 1``.
+
+        Args:
+            offset: one number for all rows, or an array [B].
+        """
         freqs, factor = self._frequencies(offset, x.shape[-2])
+        if freqs.ndim == 2:
+            return self._by_row(x, mx.array(offset), freqs, mx.array(factor))
         if isinstance(factor, mx.array) or factor != 1.0:
             rotated = x[..., : self.dims] * mx.array(factor).astype(x.dtype)
             x = mx.concatenate([rotated, x[..., self.dims :]], axis=-1)
         return mx.fast.rope(
             x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=freqs
         )
+
+    def _by_row(self, x: mx.array, offset: mx.array, freqs: mx.array, factor: mx.array) -> mx.array:
+        """As the call, with ``freqs`` [B, dims / 2] and ``factor`` [B] or [] of each row."""
+        positions = (offset[:, None] + mx.arange(x.shape[-2]))[:, None, :, None]
+        angles = positions / freqs[:, None, None]
+        scale = factor.reshape(-1, 1, 1, 1)
+        cos, sin = mx.cos(angles) * scale, mx.sin(angles) * scale
+        turned, half = x[..., : self.dims].astype(mx.float32), self.dims // 2
+        if self.traditional:
+            a, b = turned[..., ::2], turned[..., 1::2]
+        else:
+            a, b = turned[..., :half], turned[..., half:]
+        pair = a * cos - b * sin, a * sin + b * cos
+        turned = mx.stack(pair, axis=-1).flatten(-2) if self.traditional else mx.concatenate(pair, axis=-1)
+        return mx.concatenate([turned.astype(x.dtype), x[..., self.dims :]], axis=-1)
 
 
 Frequencies = Callable[[Offset, int], tuple[mx.array, Any]]
@@ -110,7 +131,7 @@ def _dynamic(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     exponents = mx.arange(0, dims, 2, dtype=mx.float32) / dims
 
     def frequencies(offset: Offset, length: int) -> tuple[mx.array, float]:
-        seen = mx.maximum(mx.max(mx.array(offset)) + length, original).astype(mx.float32)
+        seen = mx.maximum(mx.array(offset)[..., None] + length, original).astype(mx.float32)
         base = plan.theta * ((factor * seen / original) - (factor - 1)) ** stretch
         return base**exponents, 1.0
 
@@ -189,8 +210,8 @@ def _longrope(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     def frequencies(offset: Offset, length: int) -> tuple[mx.array, Any]:
         if isinstance(offset, int):
             return (long, beyond) if offset + length > original else (short, below)
-        past = mx.max(offset) + length > original
-        return mx.where(past, long, short), mx.where(past, beyond, below)
+        past = offset + length > original
+        return mx.where(past[..., None], long, short), mx.where(past, beyond, below)
 
     return frequencies
 
