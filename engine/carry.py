@@ -19,7 +19,7 @@ from mlx_experts.engine.layout_experts import (
     stacked_modules,
     uncarry_experts,
 )
-from mlx_experts.engine.layout_operations import RenameOperation, make_operation
+from mlx_experts.engine.layout_operations import ConvOperation, RenameOperation, make_operation
 from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.layouts import ExpertLayout, PerExpert, Stacked
@@ -128,9 +128,15 @@ class Carrier:
         result = Carried({}, dropped)
         for name, value in kept.items():
             put(result.tensors, self._strip(name), {"": value})
-        for op in self.ops:
-            result.original |= op.forward(result.tensors, self.tree)
-        self._carry_all_experts(result)
+        done = [op.forward(result.tensors, self.tree) for op in self.ops]
+        carried = self._carry_all_experts(result)
+        # Where there are kernels they alone tell: names and experts are also rearranged after a conversion.
+        kernels = [
+            moved
+            for op, moved in zip(self.ops, done, strict=True)
+            if isinstance(op, ConvOperation) and op.has_kernel(self.tree)
+        ]
+        result.original = any(kernels or [carried, *done])
         self._drop_unused(result)
         self._tied_head(result, compare_values)
         self._fill_lacking(result)
@@ -184,8 +190,10 @@ class Carrier:
             return self.spec.experts
         return (*self.spec.experts, own_fused_layout(container))
 
-    def _carry_all_experts(self, result: Carried) -> None:
+    def _carry_all_experts(self, result: Carried) -> bool:
+        """Bring every layer's experts into the tree; whether any stood elsewhere."""
         by_layer: dict[int, Tensors] = {}
+        carried = False
         for name in list(result.tensors):
             if match := self._layer.match(name):
                 by_layer.setdefault(int(match[1]), {})[name] = result.tensors.pop(name)
@@ -193,9 +201,10 @@ class Carrier:
             stack = self.stack(i)
             if stack is not None:
                 layer = by_layer.setdefault(i, {})
-                result.original |= carry_experts(self._expert_layouts(stack), stack, layer, self.tree)
+                carried |= carry_experts(self._expert_layouts(stack), stack, layer, self.tree)
         for layer in by_layer.values():
             result.tensors.update(layer)
+        return carried
 
     def _strip(self, name: str) -> str:
         for prefix in self.spec.prefixes:

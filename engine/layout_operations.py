@@ -216,6 +216,10 @@ class ConvOperation:
     source: str
     target: str
 
+    def has_kernel(self, tree: Tree) -> bool:
+        """Whether the model has the kernel in any layer."""
+        return any(fill(self.target, at) in tree.shapes for at in per_layer(self.target, tree))
+
     def forward(self, tensors: Tensors, tree: Tree) -> bool:
         done = False
         for at in per_layer(self.source, tree):
