@@ -206,6 +206,7 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
         if found is not None:
             (formats if _can_hold(module, found) else bare)[path] = found
     for path, found in bare.items():
+        reader.unpacked(path)
         planes = ("weight", "scales", "biases", "global_scale")
         values = {p: tensors.pop(f"{path}.{p}", None) for p in planes}
         weight, scales = values["weight"], values["scales"]
@@ -219,6 +220,7 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
             bits=found.bits,
             mode=found.mode,
             global_scale=values["global_scale"],
+            dtype=None if found.mode == "affine" else mx.float32,
         )
 
     def chosen(path: str, module: nn.Module) -> bool | dict[str, Any]:

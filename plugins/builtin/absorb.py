@@ -118,8 +118,10 @@ def _unpacked(found: dict[str, mx.array], width: int, module: str) -> tuple[mx.a
         bits=packing.bits,
         mode=packing.mode,
         global_scale=found.get("global_scale"),
+        dtype=None if packing.mode == "affine" else mx.float32,
     )
-    return weight, packing
+    # Without the scale of the whole, which no module here has, small values would be lost.
+    return weight, None if packing.global_scale else packing
 
 
 def _packed(weight: mx.array, packing: Format | None) -> dict[str, mx.array]:
