@@ -143,7 +143,9 @@ class Router:
             if not isinstance(run, Decline):
                 # The launch widens logits itself, which saves an operation.
                 logits = self.logits(moe, x, widen=False)
-                return run(logits, find(moe, self.bias_path) if self.bias_path else None)
+                routed = run(logits, find(moe, self.bias_path) if self.bias_path else None)
+                if not isinstance(routed, Decline):
+                    return routed
         logits = self.logits(moe, x)
         if self.select is not None:
             indices, weights = self.select(logits=logits, top_k=self.top_k, options=spec.options)

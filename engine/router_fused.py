@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from mlx_experts.engine import policy, tune
 from mlx_experts.engine.kernels import router as kernel
 from mlx_experts.engine.kernels.facts import Decline, Device
+from mlx_experts.engine.kernels.router import RoutedRun
 from mlx_experts.registry.schema import GroupsSpec, NormaliseSpec, RouterSpec
-
-RoutedRun = Callable[[mx.array, mx.array | None], tuple[mx.array, mx.array]]
 
 
 def steps_of(spec: RouterSpec, experts: int, top_k: int) -> kernel.RouterSteps | Decline:
@@ -31,12 +28,16 @@ def steps_of(spec: RouterSpec, experts: int, top_k: int) -> kernel.RouterSteps |
     if isinstance(normalised, Decline):
         return normalised
     kind, eps = normalised
+    groups = _groups(spec.groups)
+    if spec.order == "topk_then_score" and (spec.selection_bias is not None or groups[0] > 1):
+        return Decline(
+            "order", "scores before the selection", "a bias or groups on logits", "Plain MLX does it."
+        )
     if spec.order == "topk_then_score" and spec.score == "softmax":
-        if kind != "none" or spec.selection_bias is not None:
+        if kind != "none":
             return Decline("order", "a plain softmax over the picked", "more steps", "Plain MLX does them.")
         # A softmax over the picked logits is the softmax over all, divided by the sum of the picked.
         kind = "sum"
-    groups = _groups(spec.groups)
     return kernel.RouterSteps(
         num_experts=experts,
         top_k=top_k,

@@ -49,6 +49,13 @@ def _numba() -> ModuleType | None:
     return cpu_driver
 
 
+def compiled() -> ModuleType:
+    """``cpu_driver``, on a machine that ``unavailable`` has not turned away."""
+    driver = _numba()
+    assert driver is not None
+    return driver
+
+
 @lru_cache(maxsize=64)
 def _rows_function(projection: Projection) -> Any:
     """The compiled product of rows; kept for ever because kernels hold its address."""
@@ -159,14 +166,13 @@ class FusedExperts:
         """
         # Casts to the dtype that an array has already cost nothing; each real one is an operation.
         inputs = (x.astype(mx.float32), indices.astype(mx.uint32), weights.astype(mx.float32))
-        if not _evaluated(*inputs):
-            return _TRANSFORMED
+        if not evaluated(*inputs):
+            return TRANSFORMED
         if self._held.moved():
             self.__init__(self._experts)  # type: ignore[misc]
         row, chosen, shares = (np.array(a, copy=False).reshape(-1) for a in inputs)
         out = _fresh(x.shape)
-        driver = _numba()
-        assert driver is not None
+        driver = compiled()
         large = self._bytes_per_expert * chosen.size >= PARALLEL_FROM
         with _LOCK:
             bad = (driver.parallel if large else driver.serial)(
@@ -188,7 +194,7 @@ class FusedExperts:
         return mx.array(out).astype(x.dtype)
 
 
-_TRANSFORMED = Decline(
+TRANSFORMED = Decline(
     "transformation",
     "a call outside compile, grad and vmap",
     "a call inside one",
@@ -201,7 +207,7 @@ def _fresh(shape: tuple[int, ...]) -> np.ndarray:
     return np.empty(shape, np.float32)
 
 
-def _evaluated(*arrays: mx.array) -> bool:
+def evaluated(*arrays: mx.array) -> bool:
     """Compute the arrays, or say False when MLX is only tracing them."""
     try:
         mx.async_eval(*arrays)
@@ -216,8 +222,8 @@ def _evaluated(*arrays: mx.array) -> bool:
 def prepare(experts: PackedExperts, dtype: mx.Dtype) -> FusedExperts | Decline:
     """See ``FusedKernel``; the kernel is the same for every activation dtype."""
     arrays = [a for s in experts.stacks() for a in s.arrays()]
-    if not _evaluated(*arrays):
-        return _TRANSFORMED  # the weights themselves are being differentiated
+    if not evaluated(*arrays):
+        return TRANSFORMED  # the weights themselves are being differentiated
     if not all(memoryview(a).c_contiguous for a in arrays):  # type: ignore[arg-type]
         return Decline(
             "contiguous",

@@ -1,4 +1,4 @@
-"""The order of the fused CPU computation, compiled once for all formats and once more without threads.
+"""What numba compiles of the fused CPU computation, for all formats at once: its order, and the router.
 
 A stack comes as a vector of integers (``FUNCTION`` and following): addresses, shape and strides. Offsets are
 64-bit. Nothing here checks shapes: the gate has.
@@ -6,6 +6,7 @@ A stack comes as a vector of integers (``FUNCTION`` and following): addresses, s
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from types import FunctionType
@@ -177,18 +178,19 @@ def _start_threads() -> None:
         del os.environ[name]
 
 
-def _compile(name: str, parallel: bool) -> Callable[..., Any]:
-    """numba's compilation of ``_run``, kept on disk where a folder for it can be written.
-
-    numba files compiled code under the function's name, so the two forms need two names.
-    """
-    function = FunctionType(_run.__code__.replace(co_name=name, co_qualname=name), globals(), name)
-    function.__qualname__ = name
-    options = {"parallel": parallel, "nogil": True, "error_model": "numpy"}
+def _kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """numba's compilation of a function, kept on disk where a folder for it can be written."""
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no writable folder, neither beside this file nor in the home folder
         return njit(**options)(function)
+
+
+def _compile(name: str, parallel: bool) -> Callable[..., Any]:
+    """numba files compiled code under the function's name, so the two forms of ``_run`` need two names."""
+    function = FunctionType(_run.__code__.replace(co_name=name, co_qualname=name), globals(), name)
+    function.__qualname__ = name
+    return _kept_on_disk(function, parallel=parallel, nogil=True, error_model="numpy")
 
 
 _start_threads()
@@ -203,3 +205,63 @@ def checksum(numbers):  # type: ignore[no-untyped-def]
     for i in prange(numbers.size):
         total += numbers[i]
     return total
+
+
+SOFTMAX, SIGMOID, SQRTSOFTPLUS = range(3)
+NO_NORM, SUM, CLAMP = range(3)
+
+
+def _route(  # type: ignore[no-untyped-def]
+    logits, bias, score, groups, keep, best_two, normalise, eps, scale, chosen, share
+):
+    """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
+    count = logits.size
+    scores = np.empty(count, np.float32)
+    if score == SOFTMAX:
+        top = logits.max()
+        for e in range(count):
+            scores[e] = math.exp(logits[e] - top)
+        scores /= scores.sum()
+    else:
+        for e in range(count):
+            v = logits[e]
+            if score == SIGMOID:
+                scores[e] = 1.0 / (1.0 + math.exp(-v))
+            else:
+                scores[e] = math.sqrt(max(v, np.float32(0)) + math.log1p(math.exp(-abs(v))))
+    biased = scores + bias if bias.size else scores.copy()
+    each = count // groups
+    if groups > 1 and keep < groups:
+        worth = np.empty(groups, np.float32)
+        for g in range(groups):
+            members = np.sort(biased[g * each : (g + 1) * each])
+            worth[g] = members[-1] + members[-2] if best_two else members[-1]
+        for _ in range(groups - keep):
+            worst = -1
+            for g in range(groups):  # of equal groups the last one goes
+                if not math.isnan(worth[g]) and (worst < 0 or worth[g] <= worth[worst]):
+                    worst = g
+            if worst >= 0:
+                biased[worst * each : (worst + 1) * each] = -np.inf
+                worth[worst] = np.nan
+    used = np.zeros(count, np.bool_)
+    total = np.float32(0)
+    for k in range(chosen.size):
+        best = -1
+        for e in range(count):  # of equal experts the first one is picked; NaN never is before a number
+            if not used[e] and (best < 0 or biased[e] > biased[best] or math.isnan(biased[best])):
+                best = e
+        used[best] = True
+        chosen[k] = best
+        share[k] = scores[best]
+        total += scores[best]
+    divisor = np.float32(1)
+    if normalise == SUM:
+        divisor = total + eps
+    elif normalise == CLAMP:
+        divisor = max(total, eps)
+    for k in range(chosen.size):
+        share[k] = share[k] / divisor * scale
+
+
+route = _kept_on_disk(_route, nogil=True, error_model="numpy")

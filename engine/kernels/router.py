@@ -1,4 +1,4 @@
-"""The router in one launch: from float32 logits to the chosen experts and their weights, on CUDA and Metal.
+"""The router in one launch: from logits to the chosen experts and their weights.
 
 It does what the steps say and nothing about families; the plain-MLX router is its truth. "Top-k, then softmax
 over the chosen logits" is ``score="softmax", normalise="sum"`` with no epsilon: the same numbers.
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlx_experts.engine.kernels import cuda, metal
+from mlx_experts.engine.kernels import cpu_router, cuda, metal
 from mlx_experts.engine.kernels.facts import Decline, Device
 from mlx_experts.engine.kernels.source import Backend, Launch, defines, text
 
@@ -25,7 +25,7 @@ _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 _NORMALISE = {"none": 0, "sum": 1, "clamp": 2}
 BACKENDS: dict[Device, Backend] = {"cuda": cuda.BACKEND, "metal": metal.BACKEND}
 
-RoutedRun = Callable[[mx.array, mx.array | None], tuple[mx.array, mx.array]]
+RoutedRun = Callable[[mx.array, mx.array | None], tuple[mx.array, mx.array] | Decline]
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def prepare(
     objection = judge(steps)
     if objection is not None:
         return objection
-    if device not in BACKENDS:
-        return Decline("device", "cuda or metal", device, "Elsewhere the router is plain MLX.")
+    if device == "cpu":
+        return cpu_router.prepare(steps)
     backend, made = BACKENDS[device], launch(BACKENDS[device], steps)
     kernels: dict[tuple[tuple[int, ...], mx.Dtype], Callable] = {}
 

@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_experts.engine.dispatch import current_device
 from mlx_experts.engine.families import catalog
-from mlx_experts.engine.kernels.facts import Decline
+from mlx_experts.engine.kernels.facts import Decline, Device
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.router_fused import prepare, steps_of
 from mlx_experts.engine.selfcheck import build_tiny
@@ -59,6 +60,11 @@ def test_groups_that_keep_everything_are_no_groups() -> None:
         ("expert_scale", {"expert_scale": "per_expert_scale"}),
         ("normalise", {"normalise": {"enabled": True, "p": 2.0}}),
         ("order", {"order": "topk_then_score", "normalise": {"enabled": True}}),
+        ("order", {"order": "topk_then_score", "score": "sigmoid", "selection_bias": {"path": "bias"}}),
+        (
+            "order",
+            {"order": "topk_then_score", "groups": {"count": 4, "keep": 2, "score": "top2"}},
+        ),
     ],
 )
 def test_steps_that_the_kernel_lacks_are_declined(rule: str, changes: dict[str, Any]) -> None:
@@ -67,20 +73,21 @@ def test_steps_that_the_kernel_lacks_are_declined(rule: str, changes: dict[str, 
     assert made.rule == rule
 
 
-def test_the_cpu_and_the_switch_leave_routing_to_plain_mlx() -> None:
-    spec = RouterSpec.model_validate(BASE)
-    on_cpu = prepare(spec, 8, 2, "cpu", None, None)
-    assert isinstance(on_cpu, Decline)
-    assert on_cpu.rule == "device"
-    off = prepare(spec, 8, 2, "cuda", False, None)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_switch_leaves_routing_to_plain_mlx(device: Device) -> None:
+    off = prepare(RouterSpec.model_validate(BASE), 8, 2, device, False, None)
     assert isinstance(off, Decline)
     assert off.rule == "switch"
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("name", catalog().names())
-def test_one_launch_routes_as_plain_mlx_does(name: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
+    if current_device() != device:
+        pytest.skip(f"the default device is not {device}")
     family = catalog().load(name)
+    if family.backbone is not None and family.backbone.needs_metal:
+        pytest.skip("the family runs on Apple GPUs only")
     model = build_tiny(family, tiny_config(family))
     mx.random.seed(3)
     for module in model.modules():

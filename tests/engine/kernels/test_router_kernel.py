@@ -155,10 +155,46 @@ def test_the_kernel_declines_these_steps(change, rule):
     assert verdict.rule == rule
 
 
-def test_the_cpu_has_no_router_kernel():
-    verdict = router.prepare(RouterSteps(64, 8), "cpu")
-    assert isinstance(verdict, Decline)
-    assert verdict.rule == "device"
+def on_cpu(steps: RouterSteps, logits: np.ndarray, bias) -> list[np.ndarray]:
+    run = router.prepare(steps, "cpu")
+    assert not isinstance(run, Decline)
+    routed = run(mx.array(logits)[None, None], None if bias is None else mx.array(bias))
+    assert not isinstance(routed, Decline)
+    assert [a.shape for a in routed] == [(1, 1, steps.top_k)] * 2
+    assert [a.dtype for a in routed] == [mx.uint32, mx.float32]
+    return [np.array(a) for a in routed]
+
+
+@pytest.mark.parametrize("steps", CASES.values(), ids=CASES)
+def test_the_cpu_routes_as_the_steps_say(steps):
+    logits, bias = token(steps)
+    check(steps, *on_cpu(steps, logits, bias), logits, bias)
+
+
+def test_the_cpu_keeps_large_logits_finite_ties_in_order_and_names_experts_for_nan():
+    large = RouterSteps(64, 4, score="sqrtsoftplus", normalise="sum")
+    logits, _ = token(large, spread=60.0)
+    check(large, *on_cpu(large, logits, None), logits, None)
+    chosen, _ = on_cpu(RouterSteps(96, 5), np.zeros(96, np.float32), None)
+    assert chosen.reshape(-1).tolist() == [0, 1, 2, 3, 4]
+    for groups in (1, 4):
+        steps = RouterSteps(16, 2, groups=groups, keep_groups=2)
+        chosen, share = on_cpu(steps, np.full(16, np.nan, np.float32), None)
+        assert len(set(chosen.reshape(-1).tolist()) & set(range(16))) == 2
+        assert np.isnan(share).all()
+
+
+def test_the_cpu_leaves_a_function_that_is_differentiated_to_plain_mlx():
+    run = router.prepare(RouterSteps(8, 2), "cpu")
+    seen = []
+
+    def loss(logits):
+        seen.append(run(logits))
+        return logits.sum()
+
+    mx.grad(loss)(mx.ones(8))
+    assert isinstance(seen[0], Decline)
+    assert seen[0].rule == "transformation"
 
 
 @pytest.mark.cuda
