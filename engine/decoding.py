@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_experts.engine.dispatch import dispatches
+from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.trace import trace
 
 
@@ -66,15 +66,15 @@ def compare_decoding(model: nn.Module, prompt: mx.array, *, tokens: int = 64, ro
 
     The model's own setting of the fused path is restored afterwards; the trace is reset.
     """
-    held = dispatches(model)
-    before = [d.fused for d in held]
+    blocks = [module for module in model.modules() if isinstance(module, MoE)]
+    before = [block.fused for block in blocks]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     texts, calls = {}, {}
     try:
         for round_ in range(rounds + 1):  # the first one warms up
             for fused in (False, True):
-                for dispatch in held:
-                    dispatch.set_fused(fused)
+                for block in blocks:
+                    block.use_fused(fused)
                 trace.reset()
                 ids, logits, each = _greedy(model, prompt, tokens)
                 texts[fused] = ids, logits
@@ -82,8 +82,8 @@ def compare_decoding(model: nn.Module, prompt: mx.array, *, tokens: int = 64, ro
                 if round_:
                     seconds[fused].append(each)
     finally:
-        for dispatch, fused_before in zip(held, before, strict=True):
-            dispatch.set_fused(fused_before)
+        for block, fused_before in zip(blocks, before, strict=True):
+            block.use_fused(fused_before)
     (fused_ids, fused_logits), (gather_ids, _) = texts[True], texts[False]
     pairs = list(zip(fused_ids, gather_ids, strict=True))
     agree = next((i for i, (f, g) in enumerate(pairs) if f != g), len(pairs))
@@ -94,7 +94,7 @@ def compare_decoding(model: nn.Module, prompt: mx.array, *, tokens: int = 64, ro
     return Decoding(
         gather_tokens_per_second=1 / median(seconds[False]),
         fused_tokens_per_second=1 / median(seconds[True]),
-        layers=len(held),
+        layers=len(blocks),
         fused_per_token=(calls[True], calls[False]),
         tokens=len(pairs),
         agree=agree,

@@ -14,7 +14,7 @@ from math import prod
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_experts.engine import gates, policy, tune
+from mlx_experts.engine import gates, policy, probe, tune
 from mlx_experts.engine.kernels import FusedRun, fused_kernel, gather, pack
 from mlx_experts.engine.kernels.facts import (
     Accept,
@@ -68,11 +68,6 @@ class ExpertDispatch:
     def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
         return type(self), (self.layer, self.activation, self.fused)
 
-    def set_fused(self, fused: bool | None) -> None:
-        """Change what the argument of ``load`` said; every kind of call is decided anew."""
-        self.fused = fused
-        self._decisions = {}
-
     def __call__(self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
 
@@ -120,20 +115,26 @@ class ExpertDispatch:
             training=container.training,
         )
         asked = policy.resolve(device, self.fused, tuned=tune.bound(device))
-        offered = self._offered(facts, asked, experts, x.dtype)
+        offered = self._offered(facts, asked, experts, container, x)
         if offered is not None:
             return offered
         verdict: Verdict | FusedRun = gates.judge(facts, asked)
         if isinstance(verdict, Accept):
             assert experts is not None  # an adapted container is declined
             kernel = fused_kernel(device)
-            verdict = kernel.unavailable() or kernel.prepare(experts, x.dtype)
+            run = kernel.unavailable() or kernel.prepare(experts, x.dtype)
+            verdict = run if isinstance(run, Decline) else probe.trusted(device, run, facts, container, x)
         if isinstance(verdict, Decline):
             return self._gathered(rows, verdict)
         return _Decision(verdict, TraceKey(self.layer, "fused", rows_label(rows), device), "")
 
     def _offered(
-        self, facts: ExpertFacts, asked: Policy, experts: pack.PackedExperts | None, dtype: mx.Dtype
+        self,
+        facts: ExpertFacts,
+        asked: Policy,
+        experts: pack.PackedExperts | None,
+        container: nn.Module,
+        x: mx.array,
     ) -> _Decision | None:
         """The first plugin's kernel that accepts; plugins are asked before the back-end's own."""
         if not asked.enabled or experts is None:
@@ -141,7 +142,9 @@ class ExpertDispatch:
         for name in pieces().names("kernel"):
             kernel = pieces().get("kernel", name)
             if isinstance(kernel.gate(facts, asked), Accept):
-                run = kernel.prepare(experts, dtype)
+                run = kernel.prepare(experts, x.dtype)
+                if not isinstance(run, Decline):
+                    run = probe.trusted(name, run, facts, container, x)
                 if not isinstance(run, Decline):
                     return _Decision(run, TraceKey(self.layer, "fused", rows_label(facts.rows), name), "")
         return None
@@ -150,13 +153,3 @@ class ExpertDispatch:
         return _Decision(
             None, TraceKey(self.layer, "gather", rows_label(rows), why.rule), f"{why}. {why.hint}"
         )
-
-
-def dispatches(model: nn.Module) -> list[ExpertDispatch]:
-    """Every expert dispatch that a model's modules hold."""
-    return [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, ExpertDispatch)
-    ]

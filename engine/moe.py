@@ -93,6 +93,11 @@ class MoE(nn.Module):
         """Experts that a token picks."""
         return self._router.top_k
 
+    @property
+    def fused(self) -> bool | None:
+        """Whether the fused path is forced or forbidden; None leaves it to the policy."""
+        return self._dispatch.fused
+
     def use_fused(self, fused: bool | None) -> None:
         """Force, forbid or leave to the policy the fused path of this block from now on."""
         self._dispatch = ExpertDispatch(self._dispatch.layer, self._dispatch.activation, fused)

@@ -1,53 +1,33 @@
 """Decoding with fused on and off: counted, compared, and left as it was found."""
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import KVCache
 
-from mlx_experts.engine import activations
 from mlx_experts.engine.decoding import compare_decoding
 from mlx_experts.engine.dispatch import ExpertDispatch
+from mlx_experts.engine.families import catalog
+from mlx_experts.engine.moe import MoE
+from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.registry.synthetic import tiny_config
+
+PROMPT = [1, 2, 3]
 
 
-class Tiny(nn.Module):
-    """Embedding, two MoE layers, head: enough to decode."""
-
-    def __init__(self, containers):
-        super().__init__()
-        self.embed = nn.Embedding(50, 128)
-        self.blocks = containers
-        self.head = nn.Linear(128, 50, bias=False)
-        for i in range(len(containers)):
-            setattr(self, f"_dispatch_{i}", ExpertDispatch(f"layers.{i}", activations.make("swiglu"), True))
-
-    @property
-    def layers(self):
-        return self.blocks
-
-    def make_cache(self):
-        return [KVCache() for _ in self.blocks]
-
-    def __call__(self, tokens, cache=None):
-        x = self.embed(tokens)
-        for i, block in enumerate(self.blocks):
-            picks = mx.argsort(x[..., :6], axis=-1)[..., :2].astype(mx.uint32)
-            weights = mx.softmax(mx.take_along_axis(x, picks, axis=-1), axis=-1)
-            x = x + getattr(self, f"_dispatch_{i}")(block, x, picks, weights)
-        return self.head(x)
+@pytest.fixture(scope="module")
+def model():
+    family = catalog().load("qwen3_moe")
+    return build_tiny(family, tiny_config(family))
 
 
-@pytest.fixture
-def model(container):
-    mx.random.seed(0)
-    made = Tiny([container(seed=1), container(seed=2)])
-    made.eval()
-    return made
+def blocks(model):
+    return [m for m in model.modules() if isinstance(m, MoE)]
 
 
 def test_both_paths_decode_the_same_text_and_every_layer_ran_fused(model):
-    result = compare_decoding(model, mx.array([1, 2, 3]), tokens=6, rounds=2)
-    assert (result.layers, result.fused_per_token) == (2, (2.0, 0.0))
+    result = compare_decoding(model, mx.array(PROMPT), tokens=6, rounds=2)
+    layers = len(blocks(model))
+    assert layers > 1
+    assert (result.layers, result.fused_per_token) == (layers, (float(layers), 0.0))
     assert (result.agree, result.tokens, result.gap) == (6, 6, None)
     assert result.ratio > 0
 
@@ -57,15 +37,18 @@ def test_the_first_difference_is_reported_with_its_gap(model, monkeypatch):
 
     def wrong(self, container, x, indices, weights):
         y = real(self, container, x, indices, weights)
-        return -3 * y if self.fused and x.shape[1] == 1 else y
+        return 30 * mx.flip(y, axis=-1) if self.fused and x.shape[1] == 1 else y
 
     monkeypatch.setattr(ExpertDispatch, "__call__", wrong)
-    result = compare_decoding(model, mx.array([1, 2, 3]), tokens=6, rounds=1)
+    result = compare_decoding(model, mx.array(PROMPT), tokens=6, rounds=1)
     assert result.agree < 6
     assert result.gap is not None
     assert result.gap > 0
 
 
-def test_the_models_own_setting_is_restored(model):
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_the_models_own_setting_is_restored(model, fused):
+    for block in blocks(model):
+        block.use_fused(fused)
     compare_decoding(model, mx.array([4]), tokens=2, rounds=1)
-    assert model._dispatch_0.fused is True
+    assert {block.fused for block in blocks(model)} == {fused}

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlx_experts.engine import activations, tune
-from mlx_experts.engine.dispatch import ExpertDispatch, dispatches
+from mlx_experts.engine.dispatch import ExpertDispatch
 from mlx_experts.engine.kernels import cpu, gather, naive, pack
 from mlx_experts.engine.measure import relative_rms
 from mlx_experts.engine.policy import SWITCH, WIDTH_BOUND
@@ -218,17 +218,8 @@ def test_a_module_that_holds_it_has_only_its_own_parameters(container, token):
     names = {name for name, _ in tree_flatten(block.parameters())}
     mx.eval(block(*token()))
     assert {name for name, _ in tree_flatten(block.parameters())} == names
-    assert dispatches(block) == [block._dispatch]
     twin = copy.deepcopy(block)
     assert mx.array_equal(twin(*token()), block(*token()))
-
-
-def test_set_fused_decides_anew(container, token, fresh_trace):
-    c, dispatch = container(), ExpertDispatch("layers.0", SWIGLU)
-    for fused in (True, False, None):
-        dispatch.set_fused(fused)
-        dispatch(c, *token())
-    assert reasons(fresh_trace) == {("fused", "1", "cpu"): 2, ("gather", "1", "switch"): 1}
 
 
 def test_threads_get_equal_results_and_every_call_is_counted(container, token, fresh_trace, monkeypatch):
