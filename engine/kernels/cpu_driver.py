@@ -211,39 +211,53 @@ SOFTMAX, SIGMOID, SQRTSOFTPLUS = range(3)
 NO_NORM, SUM, CLAMP = range(3)
 
 
+@njit
+def _drop_groups(biased, groups, keep, best_two):  # type: ignore[no-untyped-def]
+    """Put minus infinity where the worst groups of neighbouring experts are; of equal ones the last goes."""
+    each = biased.size // groups
+    worth, gone = np.empty(groups, np.float32), np.zeros(groups, np.bool_)
+    for g in range(groups):
+        first, second = np.float32(-np.inf), np.float32(-np.inf)
+        for e in range(g * each, (g + 1) * each):
+            if biased[e] > first:
+                first, second = biased[e], first
+            elif biased[e] > second:
+                second = biased[e]
+        worth[g] = first + second if best_two else first
+    for _ in range(groups - keep):
+        worst = -1
+        for g in range(groups):
+            if not gone[g] and (worst < 0 or worth[g] <= worth[worst]):
+                worst = g
+        gone[worst] = True
+        for e in range(worst * each, (worst + 1) * each):
+            biased[e] = -np.inf
+
+
 def _route(  # type: ignore[no-untyped-def]
     logits, bias, score, groups, keep, best_two, normalise, eps, scale, chosen, share
 ):
     """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
     count = logits.size
-    scores = np.empty(count, np.float32)
-    if score == SOFTMAX:
-        top = logits.max()
-        for e in range(count):
-            scores[e] = math.exp(logits[e] - top)
-        scores /= scores.sum()
-    else:
-        for e in range(count):
-            v = logits[e]
-            if score == SIGMOID:
-                scores[e] = 1.0 / (1.0 + math.exp(-v))
-            else:
-                scores[e] = math.sqrt(max(v, np.float32(0)) + math.log1p(math.exp(-abs(v))))
-    biased = scores + bias if bias.size else scores.copy()
-    each = count // groups
+    scores, biased = np.empty(count, np.float32), np.empty(count, np.float32)
+    top, sum_ = np.float32(-np.inf), np.float32(0)
+    for e in range(count):
+        top = max(top, logits[e])
+    for e in range(count):
+        v = logits[e]
+        if score == SOFTMAX:
+            scores[e] = math.exp(v - top)
+            sum_ += scores[e]
+        elif score == SIGMOID:
+            scores[e] = 1.0 / (1.0 + math.exp(-v))
+        else:
+            scores[e] = math.sqrt(max(v, np.float32(0)) + math.log1p(math.exp(-abs(v))))
+    for e in range(count):
+        if score == SOFTMAX:
+            scores[e] /= sum_
+        biased[e] = scores[e] + bias[e] if bias.size else scores[e]
     if groups > 1 and keep < groups:
-        worth = np.empty(groups, np.float32)
-        for g in range(groups):
-            members = np.sort(biased[g * each : (g + 1) * each])
-            worth[g] = members[-1] + members[-2] if best_two else members[-1]
-        for _ in range(groups - keep):
-            worst = -1
-            for g in range(groups):  # of equal groups the last one goes
-                if not math.isnan(worth[g]) and (worst < 0 or worth[g] <= worth[worst]):
-                    worst = g
-            if worst >= 0:
-                biased[worst * each : (worst + 1) * each] = -np.inf
-                worth[worst] = np.nan
+        _drop_groups(biased, groups, keep, best_two)
     used = np.zeros(count, np.bool_)
     total = np.float32(0)
     for k in range(chosen.size):
