@@ -8,7 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_experts.engine.modules import make_norm
+from mlx_experts.engine.modules import look_up, make_norm
 from mlx_experts.registry.resolve import Plan
 
 SHARED = "layer_inputs"
@@ -43,7 +43,7 @@ class LayerInputs:
         The source is transformers' ``models/gemma4/modeling_gemma4.py`` (project_per_layer_inputs).
         """
         parts = (self.plan.sizes.num_layers, self.width)
-        token = mx.unflatten(decoder.embed_tokens_per_layer(ids), -1, parts)
+        token = mx.unflatten(look_up(decoder.embed_tokens_per_layer, ids, h.dtype), -1, parts)
         context = decoder.per_layer_model_projection(h) * h.shape[-1] ** -0.5
         context = decoder.per_layer_projection_norm(mx.unflatten(context, -1, parts))
         return (context + token * mx.array(self.width**0.5, token.dtype)) * 2.0**-0.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,8 @@ def saved_quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
         counts[found] = counts.get(found, 0) + 1
     common = max(counts, key=lambda f: counts[f])
     others = {path: _words(found) for path, found in formats.items() if found != common}
-    return {**_words(common), **others}
+    # mlx-lm sees by the tensors which modules have a scale of the whole, where no entry of their own says so.
+    return {**_words(replace(common, global_scale=False)), **others}
 
 
 def _words(found: Format) -> dict[str, Any]:

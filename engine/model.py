@@ -17,7 +17,7 @@ from mlx_experts.engine.described import Described
 from mlx_experts.engine.layer_inputs import SHARED, LayerInputs
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.mlp import MLP, activation_of
-from mlx_experts.engine.modules import find, make_norm, place
+from mlx_experts.engine.modules import find, look_up, make_norm, place
 from mlx_experts.engine.moe import MoE, make_shared
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.manager import pieces
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
     def __init__(self, plan: Plan, fused: bool | None) -> None:
         super().__init__()
         names, sizes = plan.family.names, plan.sizes
-        self._names = names
+        self._names, self._first_norm = names, plan.family.block.pre_mixer
         multiplier = plan.embedding.multiplier
         self._multiplier = math.sqrt(sizes.hidden_size) if multiplier == "sqrt_hidden" else multiplier
         self._custom_embedding = plan.embedding.kind != "standard"
@@ -171,17 +171,28 @@ class Decoder(nn.Module):
         layers: list[Any] = find(self, self._names.layers)
         return layers
 
+    def _dtype(self) -> mx.Dtype | None:
+        """The type that the decoder computes in: that of a norm's weight, which no conversion packs."""
+        if self._names.norm is not None:
+            norm = find(self, self._names.norm)
+        elif self._first_norm is not None:
+            norm = find(self.layer_list[0], self._first_norm)
+        else:
+            return None
+        dtype: mx.Dtype = norm.weight.dtype
+        return dtype
+
     def __call__(
         self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
     ) -> mx.array:
         """Token ids ``[B, L]`` to hidden states ``[B, L, D]``; ``caches`` as :meth:`make_caches` gives."""
-        state = ForwardState(inputs)
+        state = ForwardState(inputs, self._dtype())
         if input_embeddings is not None:
             h = input_embeddings
         elif self._custom_embedding:
             h = find(self, self._names.embed)(inputs, state, caches[0])
         else:
-            h = find(self, self._names.embed)(inputs)
+            h = look_up(find(self, self._names.embed), inputs, state.dtype)
         if self._multiplier != 1.0:
             h = h * mx.array(self._multiplier, h.dtype)
         if self._layer_inputs is not None:

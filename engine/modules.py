@@ -42,6 +42,16 @@ def find(parent: nn.Module, path: str) -> Any:
     return parent
 
 
+def look_up(embedding: nn.Module, ids: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    """Rows of an embedding, in the type that the model computes in.
+
+    MLX unpacks planes without biases to bfloat16 whatever that type is; the values are exact in it.
+    """
+    rows: mx.array = embedding(ids)
+    foreign = dtype is not None and "scales" in embedding and "biases" not in embedding
+    return rows.astype(dtype) if foreign else rows
+
+
 class ZeroCentredRMSNorm(nn.Module):
     """RMSNorm whose stored weight is the distance from one: ``x / rms(x) * (1 + weight)``."""
 

@@ -80,7 +80,7 @@ class Reader:
         self._remarks: dict[str, list[str]] = {}
         self._as_declared = True
         for key, value in entry.items():
-            if not isinstance(value, Mapping | bool) or places.drops(key):
+            if key == "global_scale" or not isinstance(value, Mapping | bool) or places.drops(key):
                 continue
             modules = places.modules(key)
             self._overrides.update((path, (key, value)) for path in modules)

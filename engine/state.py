@@ -14,10 +14,11 @@ class ForwardState:
 
     Args:
         inputs: token ids ``[B, L]``.
+        dtype: the type that the model computes in, where it is known.
     """
 
-    def __init__(self, inputs: mx.array) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: mx.array, dtype: mx.Dtype | None = None) -> None:
+        self.inputs, self.dtype = inputs, dtype
         self.shared: dict[Any, Any] = {}
         self._masks: dict[Any, Any] = {}
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 from pydantic import Field
 
+from mlx_experts.engine.modules import look_up
 from mlx_experts.engine.options import read_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
@@ -68,13 +69,13 @@ class NgramEmbedding(nn.Module):
         # A hash is below vocabulary * rows, past 32 bits.
         ids = inputs.astype(mx.int64)
         before = self._before(ids, state.recurrent_mask(inputs, cache), cache)
-        h = self.word_embeddings(inputs)
+        h = look_up(self.word_embeddings, inputs, state.dtype)
         for i, rows in enumerate(self._rows):
             row, power = ids, 1
             for previous in before[: i // self._tables + 1]:
                 power = power * self._vocabulary % rows
                 row = row + previous * power
-            h = h + self.post_projs[i](self.embedders[i](row % rows))
+            h = h + self.post_projs[i](look_up(self.embedders[i], row % rows, state.dtype))
         return h / (1 + len(self._rows))
 
     def _before(self, ids: mx.array, mask: mx.array | None, cache: Any) -> list[mx.array]:
