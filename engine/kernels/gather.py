@@ -30,9 +30,10 @@ def combine(outputs: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def _product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) -> mx.array:
-    """The module's own product, except where MLX 0.32 has none on the CPU.
+    """The module's own product, except where MLX 0.32 has none on the CPU, or none that sums in float32.
 
-    Those are nvfp4 with a global scale, and gathered products of unquantised weights below float32.
+    It has none for nvfp4 with a global scale and for unquantised weights below float32. Its products of
+    packed weights sum in the dtype of the rows: 6 % off in bfloat16 over 2880 inputs.
     """
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     if on_cpu and type(module) is SwitchLinear and (rows.dtype, module.weight.dtype) != _WIDE:
@@ -45,6 +46,8 @@ def _product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) 
         if "bias" in module:
             wide = wide + mx.expand_dims(module["bias"][pairs], -2)
         return wide.astype(rows.dtype)
+    if on_cpu and type(module) is QuantizedSwitchLinear and rows.dtype != mx.float32:
+        return _product(module, rows.astype(mx.float32), pairs, ordered).astype(rows.dtype)
     if not (on_cpu and type(module) is QuantizedSwitchLinear and module.global_scale is not None):
         return module(rows, pairs, sorted_indices=ordered)
     y = mx.gather_qmm(

@@ -1,0 +1,74 @@
+"""Tries a fused kernel once against gathered products before it is trusted.
+
+A driver or a chip that nobody has tried may compute nonsense. Each kind of layer is tried on its own weights
+with one random token, so that the kernel that will run is the one that was compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.kernels import FusedRun, gather
+from mlx_experts.engine.kernels.cpu import evaluated
+from mlx_experts.engine.kernels.facts import Decline, ExpertFacts
+
+# Room for products in TF32 and for gathered ones that round after each step; a wrong kernel is off by about
+# the length of the output.
+_BOUNDS = {mx.float32: 1e-2, mx.bfloat16: 5e-2, mx.float16: 5e-2}
+
+
+def trusted(
+    kernel: str, run: FusedRun, facts: ExpertFacts, container: nn.Module, x: mx.array
+) -> FusedRun | Decline:
+    """The kernel where it agrees or cannot be tried, else why it is not to be used.
+
+    Args:
+        kernel: its name; each kernel is tried once in a process for each kind of layer.
+        run: the kernel, prepared for the container's weights.
+        facts: what it was accepted for.
+        x: an input of the call, for its shape and dtype.
+    """
+    key = kernel, facts
+    if key not in _tried():
+        _tried()[key] = _compare(kernel, run, facts, container, x)
+    return _tried()[key] or run
+
+
+@functools.cache
+def _tried() -> dict[tuple[str, ExpertFacts], Decline | None]:
+    return {}
+
+
+def _compare(
+    kernel: str, run: FusedRun, facts: ExpertFacts, container: nn.Module, x: mx.array
+) -> Decline | None:
+    token = mx.random.normal(x.shape, key=mx.random.key(0)).astype(x.dtype)
+    shape = (*x.shape[:-1], facts.top_k)
+    # From the first expert to the last one, in steps as even as can be.
+    picks = [k * (facts.num_experts - 1) // max(facts.top_k - 1, 1) for k in range(facts.top_k)]
+    indices = mx.array(picks, dtype=mx.uint32).reshape(shape)
+    weights = mx.full(shape, 1.0 / facts.top_k)
+    got = run(token, indices, weights)
+    if isinstance(got, Decline):
+        return None
+    # Packed weights are read in float32, so that only the kernel's own rounding is judged.
+    wide = token if facts.up.format == "plain" else token.astype(mx.float32)
+    want = gather.experts(container, facts.activation, wide, indices, weights)
+    distance, length = (mx.linalg.norm(t.astype(mx.float32)) for t in (got - want, want))
+    if not evaluated(distance, length) or not mx.isfinite(length).item():
+        return None
+    if (error := distance.item() / max(length.item(), 1e-20)) <= _BOUNDS[x.dtype]:
+        return None
+    found = f"a relative distance of {error:.1e} to gathered products"
+    warnings.warn(
+        f"The fused kernel '{kernel}' computes something else on this machine ({found}); gathered "
+        "products are used instead. Please report what `registry check --device` prints.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    wanted = f"at most {_BOUNDS[x.dtype]:.0e}"
+    return Decline("self_check", wanted, found, "Report what `registry check --device` prints.")

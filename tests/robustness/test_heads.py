@@ -1,0 +1,61 @@
+"""A tied head is the embedding, in full precision and packed, whether or not a copy of it is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_experts.engine.families import catalog
+from mlx_experts.registry.errors import TensorError
+from mlx_experts.registry.values import Ref
+
+
+def _tied(name: str) -> dict[str, Any] | None:
+    """What to state in a config so that the family ties its head; None where it never does."""
+    family = catalog().load(name)
+    tied = family.head.tied
+    if family.backbone is not None or tied is False or family.embedding.kind != "standard":
+        return None
+    if tied is True:
+        return {}
+    assert isinstance(tied, Ref)
+    flat = dict.fromkeys(tied.keys, True)
+    return {**flat, family.text_keys[0]: flat} if family.text_config else flat
+
+
+FAMILIES = [name for name in catalog().names() if _tied(name) is not None]
+
+
+@pytest.mark.report("TIE-01", "TIE-03")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tied_head_is_the_embedding(name: str, lab: Any, tmp_path: Path) -> None:
+    """Without a head on disk, with a copy of the embedding, and refused with anything else."""
+    model, config = lab.tiny(name, _tied(name))
+    assert model.args.plan.head.tied
+    tensors, want = lab.parameters(model), lab.logits(model)
+    names, head = model.args.plan.family.names, model.args.plan.head
+    wrapper = f"{names.wrapper}." if names.wrapper else ""
+    embedding, copy = f"{wrapper}{names.root}.{names.embed}.", f"{wrapper}{head.path}."
+    plain = lab.load(lab.write(tmp_path / "plain", tensors, config), dtype="float32")[0]
+    assert lab.distance(lab.logits(plain), want) < 1e-6
+    both = {**tensors, f"{copy}weight": tensors[f"{embedding}weight"]}
+    loaded, _, report = lab.load(lab.write(tmp_path / "copy", both, config), dtype="float32")
+    assert lab.distance(lab.logits(loaded), want) < 1e-6
+    assert report.dropped["head equal to the tied embedding"] == 1
+    other = {**tensors, f"{copy}weight": tensors[f"{embedding}weight"] + 1}
+    with pytest.raises(TensorError, match="another head"):
+        lab.load(lab.write(tmp_path / "other", other, config))
+    packed, values = lab.pack(tensors, only=lambda n: n.startswith(embedding))
+    quantised = {**config, "quantization": {"bits": 4, "group_size": 32}}
+    truth = lab.load(lab.write(tmp_path / "values", values, config), dtype="float32")[0]
+    for label, extra in (("packed", {}), ("packed copy", _renamed(packed, embedding, copy))):
+        folder = lab.write(tmp_path / label, packed | extra, quantised)
+        got = lab.load(folder, dtype="float32")[0]
+        assert lab.distance(lab.logits(got), lab.logits(truth)) < 1e-4
+
+
+def _renamed(tensors: dict[str, mx.array], old: str, new: str) -> dict[str, mx.array]:
+    return {new + n.removeprefix(old): value for n, value in tensors.items() if n.startswith(old)}
