@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.load import LoadReport
@@ -19,6 +20,7 @@ from mlx_experts.engine.loading import load_with_report
 from mlx_experts.engine.model import Model
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.trace import trace
 from mlx_experts.registry.synthetic import tiny_config
 from mlx_experts.registry.values import Ref
 
@@ -83,6 +85,21 @@ class Lab:
 
     def logits(self, model: Model) -> np.ndarray:
         return np.array(model(self.ids).astype(mx.float32))
+
+    def decoded(self, model: Model) -> np.ndarray:
+        """Logits of one token after the other, which is where the fused path runs."""
+        cache = make_prompt_cache(model)
+        count = self.ids.shape[1]
+        return np.concatenate([np.array(model(self.ids[:, i : i + 1], cache=cache)) for i in range(count)], 1)
+
+    def agree(self, loaded: Model, truth: Model, within: float = 1e-4) -> bool:
+        """Prefill, and single tokens with experts fused, of a quantised model against float32 values."""
+        trace.reset()
+        got = self.decoded(loaded)
+        fused = trace.total("fused") > 0
+        want = self.logits(truth)
+        close = self.distance(self.logits(loaded), want) < within and self.distance(got, want) < 50 * within
+        return fused and close
 
     def distance(self, got: np.ndarray, want: np.ndarray) -> float:
         """Largest difference over largest value; infinite where something is not finite."""
