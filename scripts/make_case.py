@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -87,7 +88,7 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
     """Write one case, at the first seed that is well conditioned."""
     for seed in range(seeds):
         model = build(recipe, seed)
-        found = answers(model, seed, recipe.get("unwatched", "no module"))
+        found = answers(speaker(model, recipe), seed, recipe.get("unwatched", "no module"))
         if found is not None:
             break
     else:
@@ -107,9 +108,16 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
     )
     if extra := recipe.get("extra_tensors"):
         add_tensors(hub / "model.safetensors", extra, seed)
+    reload_hub = not (renames := recipe.get("hub_renames"))
+    if renames:
+        rename_tensors(hub / "model.safetensors", renames)
     for stray in out.glob("*/generation_config.json"):
         stray.unlink()
-    reload = {view: reread(folder, config_file, model, oracle) for view, folder, config_file in views(out)}
+    reload = {
+        view: reread(folder, config_file, model, recipe, oracle)
+        for view, folder, config_file in views(out)
+        if reload_hub or view == "fused"
+    }
     np.savez_compressed(out / "oracle.npz", **oracle)
     family, _, variant = name.partition("/")
     facts = {
@@ -159,6 +167,11 @@ def build(recipe: dict[str, Any], seed: int) -> Any:
     randomise(model, recipe.get("gain", 1.0))
     model.generation_config.eos_token_id = None
     return model
+
+
+def speaker(model: Any, recipe: dict[str, Any]) -> Any:
+    """The part of a model that answers a text prompt."""
+    return model.get_submodule(recipe.get("runs", ""))
 
 
 def randomise(model: torch.nn.Module, gain: float) -> None:
@@ -279,6 +292,14 @@ def add_tensors(path: Path, extra: dict[str, list[int]], seed: int) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def rename_tensors(path: Path, renames: dict[str, str]) -> None:
+    """Names as the Hub has them, where transformers' reverse conversion writes others."""
+    tensors = load_file(path)
+    for pattern, new in renames.items():
+        tensors = {re.sub(pattern, new, name): value for name, value in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def views(case: Path) -> Iterator[tuple[str, Path, str]]:
     """What transformers can read back: view, folder of the tensors, name of the config there."""
     yield "hub", case / "hub", "config.json"
@@ -287,7 +308,9 @@ def views(case: Path) -> Iterator[tuple[str, Path, str]]:
         yield "fused", case / "fused", "config.json"
 
 
-def reread(folder: Path, config_file: str, model: Any, oracle: dict[str, np.ndarray]) -> float:
+def reread(
+    folder: Path, config_file: str, model: Any, recipe: dict[str, Any], oracle: dict[str, np.ndarray]
+) -> float:
     """Difference of the logits after transformers has read a view back, or -1 where it refuses."""
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").symlink_to(folder / config_file)
@@ -300,7 +323,8 @@ def reread(folder: Path, config_file: str, model: Any, oracle: dict[str, np.ndar
             print(f"{folder} with {config_file} cannot be read back: {error}", file=sys.stderr)
             return -1.0
         with torch.no_grad():
-            logits = again(input_ids=torch.from_numpy(oracle["input_ids"]), use_cache=False).logits.numpy()
+            ids = torch.from_numpy(oracle["input_ids"])
+            logits = speaker(again, recipe)(input_ids=ids, use_cache=False).logits.numpy()
     return float(f"{np.abs(logits - oracle['logits']).max() / np.abs(oracle['logits']).max():.3g}")
 
 
