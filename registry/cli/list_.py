@@ -14,7 +14,15 @@ def list_families(json: Json = False, families: Families = None) -> None:
     rows = [entries[name] for name in sorted(entries)]
     if json:
         print_json(
-            [{"family": e.name, "model_types": e.model_types, "architectures": e.architectures} for e in rows]
+            [
+                {
+                    "family": e.name,
+                    "model_types": e.model_types,
+                    "architectures": e.architectures,
+                    "file": str(e.path),
+                }
+                for e in rows
+            ]
         )
         return
     print_table(
