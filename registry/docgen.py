@@ -1,4 +1,4 @@
-"""Generates the pages of docs/ that must never drift: families, schema, hooks, environment."""
+"""Generates the pages of docs/ that must never drift: families, schema, hooks, environment, robustness."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mlx_experts.registry.catalog import Catalog, mixers
 from mlx_experts.registry.coverage import unsupported
 from mlx_experts.registry.environment import VARIABLES
 from mlx_experts.registry.json_schema import family_schema
+from mlx_experts.registry.robustness import robustness_page
 from mlx_experts.registry.schema import Family, GqaSpec
 from mlx_experts.registry.values import Ref, Spec
 from mlx_experts.registry.words import plain, reference
@@ -35,6 +36,7 @@ def pages(catalog: Catalog, root: Path) -> dict[str, str]:
         "docs/schema.md": _NOTE + schema_page(),
         "docs/hooks.md": _NOTE + hooks_page(),
         "docs/environment.md": _NOTE + environment_page(),
+        "docs/robustness.md": _NOTE + robustness_page(root),
         "docs/family.schema.json": json.dumps(family_schema(), indent=1) + "\n",
     }
 

@@ -18,7 +18,7 @@ def docs(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail when a page is stale.")] = False,
     json: Json = False,
 ) -> None:
-    """Write docs/families.md, schema.md, hooks.md and environment.md.
+    """Write docs/families.md, schema.md, hooks.md, environment.md and robustness.md.
 
     Example: registry docs --check
     """
