@@ -16,8 +16,19 @@ from mlx_experts.engine.described import Described
 from mlx_experts.engine.load import LoadReport, Progress, load_checkpoint
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import CheckpointError
+from mlx_experts.registry.headers import read_header
 from mlx_experts.registry.hub import resolve_path
+from mlx_experts.registry.jsontext import parse_object
 from mlx_experts.registry.schema import Family
+from mlx_experts.registry.shards import listed
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 
 
 def load_model(
@@ -92,9 +103,33 @@ def load(
     folder = resolve_path(str(path_or_hf_repo), revision)
     model, config, _ = load_checkpoint(Checkpoint.open(folder), **options)
     if adapter_path is not None:
-        load_adapters(model, adapter_path)
-        model.eval()
+        put_adapters(model, Path(adapter_path))
     return model, read_tokenizer(folder, config, tokenizer_config)
+
+
+def put_adapters(model: Described, folder: Path) -> None:
+    """Wrap the layers that a folder of mlx-lm's adapters names, and fill the adapters.
+
+    Raises:
+        CheckpointError: the folder is not one of adapters, or they are not complete or not for this model.
+    """
+    file = folder / "adapters.safetensors"
+    stored = read_header(file).tensors
+    try:
+        load_adapters(model, str(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            "the adapters cannot be put into the model",
+            where=str(folder),
+            expected="adapter_config.json and adapters.safetensors as mlx-lm writes them for this model",
+            found=f"{type(error).__name__}: {error}"[:300],
+        ) from error
+    leaves = [name for name, _ in tree_flatten(model.parameters()) if name.endswith((".lora_a", ".lora_b"))]
+    if lacking := [name for name in leaves if name not in stored]:
+        raise CheckpointError(
+            "the adapters are not complete", where=str(file), expected=listed(lacking), found="no such tensor"
+        )
+    model.eval()
 
 
 def read_tokenizer(
@@ -103,7 +138,7 @@ def read_tokenizer(
     """The tokenizer of a checkpoint folder; code that the folder may carry is never run.
 
     Raises:
-        CheckpointError: the folder has no tokenizer that can be read.
+        CheckpointError: the folder has no tokenizer that can be read; a file that is no JSON is named.
     """
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(
@@ -115,9 +150,14 @@ def read_tokenizer(
     settings = {**(extra or {}), "trust_remote_code": False}
     try:
         return load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        for file in (folder / name for name in _TOKENIZER_FILES):
+            if file.is_file():
+                parse_object(file.read_bytes(), str(file), lenient=True)
+        template = folder / "chat_template.jinja"
+        where = template if isinstance(error, UnicodeDecodeError) and template.is_file() else folder
         raise CheckpointError(
-            "the tokenizer cannot be read", where=str(folder), found=f"{type(error).__name__}: {error}"[:300]
+            "the tokenizer cannot be read", where=str(where), found=f"{type(error).__name__}: {error}"[:300]
         ) from error
 
 

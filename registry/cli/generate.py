@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_experts.registry.cli.common import Families, Json, console, print_table
-from mlx_experts.registry.errors import SettingError
+from mlx_experts.registry.errors import CheckpointError, SettingError
 
 
 def generate(
@@ -19,10 +20,12 @@ def generate(
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="Text to continue; `-` reads standard input.")
     ],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Longest continuation.")] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Longest continuation.")] = 256,
     temp: Annotated[float, typer.Option("--temp", help="Sampling temperature; 0 for greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Nucleus sampling; 1 for off.")] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the sampler.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of the sampler.")
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message, for chat models.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     fused: Annotated[
@@ -42,7 +45,7 @@ def generate(
 
     Example: registry generate path/to/model --prompt "A mixture-of-experts model" --max-tokens 80
     """
-    _check(max_tokens, temp, top_p)
+    _check(temp, top_p)
     import mlx.core as mx
     from mlx_lm.sample_utils import make_sampler
 
@@ -91,11 +94,9 @@ def generate(
         print_table("experts", ("layers", "path", "rows", "reason", "calls", "note"), rows)
 
 
-def _check(max_tokens: int, temp: float, top_p: float) -> None:
-    if max_tokens < 0:
-        raise SettingError("--max-tokens cannot be negative", found=str(max_tokens))
-    if not temp >= 0:
-        raise SettingError("--temp cannot be negative", found=str(temp))
+def _check(temp: float, top_p: float) -> None:
+    if not 0 <= temp < math.inf:
+        raise SettingError("--temp must be a number from 0 up", found=str(temp))
     if not 0 < top_p <= 1:
         raise SettingError("--top-p must lie above 0 and at most at 1", found=str(top_p))
 
@@ -108,7 +109,17 @@ def _tokens(tokenizer: Any, text: str, system: str | None, raw: bool) -> list[in
     else:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": text})
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        from jinja2 import TemplateError
+
+        try:
+            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "the chat template cannot be used",
+                where="chat_template.jinja or tokenizer_config.json",
+                found=f"{type(error).__name__}: {error}"[:300],
+                hint="--raw continues the prompt without a template",
+            ) from error
     if not tokens:
         raise SettingError("the prompt is empty", hint="give at least one character")
     return list(tokens)
