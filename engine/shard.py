@@ -75,9 +75,10 @@ def spread_experts(container: nn.Module, group: Group, path: str) -> None:
             raise _adapted(f"{path}.{leaf}", container[leaf])
     for leaf in into:
         share_of(container[leaf].weight.shape[-2], group, f"the rows of '{path}.{leaf}'")
-        shard_inplace(container[leaf], _rows_of_experts, group=group)
     down = container[out_of]
     _check_columns(down, group, f"{path}.{out_of}")
+    for leaf in into:
+        shard_inplace(container[leaf], _rows_of_experts, group=group)
     shard_inplace(down, _columns_of_experts, group=group)
     if "bias" in down:
         # Every rank adds it before the sum over the ranks.
