@@ -109,9 +109,10 @@ def train_tokenizer(chapters: list[str]) -> Tokenizer:
 
 def window_starts(ids: list[int], tokenizer: Tokenizer) -> torch.Tensor:
     """Positions where a prompt is likely to begin: sentences once, titles and paragraphs three times."""
-    starts = [0]
-    for i, token in enumerate(ids[:-1]):
-        text = tokenizer.decode([token], skip_special_tokens=False)
+    starts = [0] * 3
+    for i in range(1, len(ids) - 1):
+        # The two line ends of a paragraph are two tokens.
+        text = tokenizer.decode(ids[i - 1 : i + 1], skip_special_tokens=False)
         if text.endswith((END, "\n\n")):
             starts += [i + 1] * 3
         elif text.endswith((".", "?", ":")):
