@@ -21,6 +21,9 @@ from mlx_experts.registry.headers import LENGTH_BYTES, Header, header_length, pa
 _SMALL_FILES = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _IGNORED = ("*/*", "*.py", "*.pyc")
 
+# Said where the hub fails: most who meet it have mistyped a folder.
+_NO_FOLDER = "No folder here has this name. Give one, or connect to the network and try again."
+
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Most headers are shorter, so that one request is enough.
 _FIRST_BYTES = 128 * 1024
@@ -38,20 +41,38 @@ def resolve_path(path_or_repo: Path | str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: there is no such folder or repository, or it cannot be downloaded.
     """
-    path = Path(path_or_repo).expanduser()
+    return local_folder(path_or_repo) or _download(str(path_or_repo), revision)
+
+
+def local_folder(path_or_repo: Path | str) -> Path | None:
+    """The folder that is meant, or None where only a repository of the hub can be.
+
+    Raises:
+        CheckpointError: it is a file, or a path to nothing.
+    """
+    path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
     if path.is_dir():
         return path
-    text = str(path_or_repo)
     if path.exists():
         raise CheckpointError(
             "A checkpoint is a folder, not a file.",
             where=text,
             expected="the folder that holds config.json",
-            hint=f"Try {path.parent}.",
+            hint=f"Give {path.resolve().parent}",
+        )
+    if "://" in text:
+        raise CheckpointError(
+            "A checkpoint is not named by an address.",
+            where=text,
+            expected="a folder, or a repository id such as owner/name",
         )
     if isinstance(path_or_repo, Path) or _looks_local(text):
-        raise CheckpointError("The checkpoint's folder does not exist.", where=text, expected="a folder")
-    return _download(text, revision)
+        raise CheckpointError(
+            "The checkpoint's folder does not exist.",
+            where=text,
+            expected="a folder with config.json and *.safetensors",
+        )
+    return None
 
 
 def remote_checkpoint(repo_id: str, revision: str | None = None) -> Checkpoint:
@@ -209,11 +230,11 @@ def hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
             "The hub cannot be reached and its cache does not hold the whole checkpoint.",
             where=where,
             found=_first_line(error),
-            hint="Connect to the network, or give a local folder.",
+            hint=_NO_FOLDER,
         ) from None
     except (transport_error, errors.XetDownloadError) as error:
         raise CheckpointError(
-            "The hub did not answer as it should.", where=where, found=_first_line(error), hint="Try again."
+            "The hub did not answer as it should.", where=where, found=_first_line(error), hint=_NO_FOLDER
         ) from None
     except OSError as error:
         full = error.errno in _FULL_DISK

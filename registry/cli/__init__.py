@@ -5,10 +5,12 @@ Exit codes: 0 done, 1 something you gave is wrong, 2 a check did not pass, 3 a b
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -28,11 +30,13 @@ from mlx_experts.registry.cli import (
     show,
     tune,
 )
+from mlx_experts.registry.cli.common import versions
 from mlx_experts.registry.errors import RegistryError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="registry",
-    help="Every Mixture-of-Experts family for MLX as one YAML file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,10 +58,28 @@ for name, module in (
     app.command(name)(module)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(", ".join(f"{name} {version}" for name, version in versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the versions used."),
+    ] = False,
+) -> None:
+    """Every Mixture-of-Experts family for MLX as one YAML file."""
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; messages go to stderr, never a traceback."""
     try:
         result = app(args=arguments, prog_name="registry", standalone_mode=False)
+        # A reader of our output that has gone is met here, and not while Python shuts down.
+        sys.stdout.flush()
     except RegistryError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -65,20 +87,32 @@ def run(arguments: list[str]) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     except TyperException as error:
-        print(f"error: {error.format_message()}", file=sys.stderr)
-        print("  next:     the option --help shows what the command takes", file=sys.stderr)
+        # Without any argument the help has been printed and the message is empty.
+        if error.format_message():
+            print(f"error: {error.format_message()}", file=sys.stderr)
+            print("  next:     the option --help shows what the command takes", file=sys.stderr)
         return 1
-    except typer.Exit as leave:
-        return leave.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; nothing half-written was kept", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our output has gone; that is its right.
-        sys.stderr.close()
+        result = INTERRUPTED
+    except SystemExit as leave:
+        # typer leaves so when the reader of our output has gone, which is that reader's right.
+        if not isinstance(leave.__context__, BrokenPipeError):
+            raise
         return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.strerror is None:
+            return _report(error)
+        print(f"error: the system refused: {error.strerror}", file=sys.stderr)
+        if error.filename is not None:
+            print(f"  where:    {str(error.filename)[:200]}", file=sys.stderr)
+        return 1
     except Exception as bug:  # noqa: BLE001 - the outermost frame turns a bug into a report
         return _report(bug)
+    if result == INTERRUPTED:
+        print("interrupted; nothing half-written was kept", file=sys.stderr)
     return result if isinstance(result, int) else 0
 
 

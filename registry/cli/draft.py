@@ -38,14 +38,10 @@ def draft(
         )
     catalog = open_catalog(families)
     from mlx_experts.engine.drafting import draft_family
-    from mlx_experts.registry.hub import remote_checkpoint
+    from mlx_experts.registry.hub import local_folder, remote_checkpoint
 
-    local = Path(checkpoint).expanduser()
-    opened = (
-        Checkpoint.open(local, complete=False)
-        if local.exists() or checkpoint.startswith((".", "/", "~"))
-        else remote_checkpoint(checkpoint, revision)
-    )
+    folder = local_folder(checkpoint)
+    opened = Checkpoint.open(folder, complete=False) if folder else remote_checkpoint(checkpoint, revision)
     result = draft_family(opened, catalog, without or ())
     text = result.to_yaml()
     if json:

@@ -33,14 +33,10 @@ def inspect(
     forced = catalog.load(family) if family is not None else None
     from mlx_experts.engine.inspection import inspect_checkpoint
     from mlx_experts.registry.checkpoint import Checkpoint
-    from mlx_experts.registry.hub import remote_checkpoint
+    from mlx_experts.registry.hub import local_folder, remote_checkpoint
 
-    local = Path(checkpoint).expanduser()
-    opened = (
-        Checkpoint.open(local, complete=False)
-        if local.exists() or checkpoint.startswith((".", "/", "~"))
-        else remote_checkpoint(checkpoint, revision)
-    )
+    folder = local_folder(checkpoint)
+    opened = Checkpoint.open(folder, complete=False) if folder else remote_checkpoint(checkpoint, revision)
     result = inspect_checkpoint(
         opened,
         context=context,

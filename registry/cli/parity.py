@@ -26,7 +26,7 @@ def parity(
     names: Annotated[list[str] | None, typer.Argument(help="Families to try.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Try every family.")] = False,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Compare this checkpoint instead.")
+        str | None, typer.Option("--checkpoint", help="Compare this checkpoint instead.")
     ] = None,
     reference: Annotated[
         str, typer.Option("--reference", help="`mlx-lm`, or an .npz file with input_ids and logits.")
@@ -78,8 +78,11 @@ def parity(
         raise CheckFailed("a path is farther from the truth than it may be", found=", ".join(bad))
 
 
-def _checkpoint(folder: Path, reference: str, families: tuple[Path, ...], json: bool) -> None:
+def _checkpoint(checkpoint: str, reference: str, families: tuple[Path, ...], json: bool) -> None:
     from mlx_experts.engine.parity import CheckpointParity, against_arrays, against_mlx_lm
+    from mlx_experts.registry.hub import resolve_path
+
+    folder = resolve_path(checkpoint)
 
     result: CheckpointParity
     if reference == "mlx-lm":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlx_experts.registry.catalog import Catalog
 from mlx_experts.registry.cli import app, run
 
 CASES = Path(__file__).parent.parent.parent / "cases"
 CASE = str(CASES / "qwen3_moe" / "base" / "hub")
+MAIN = "from mlx_experts.registry.cli import main; main()"
 COMMANDS = sorted(command.name or "" for command in app.registered_commands)
 
 
@@ -41,6 +45,78 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     code, _, err = output(capsys, "lisst")
     assert code == 1
     assert "list" in err
+
+
+def test_no_command_shows_the_help_and_no_empty_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = output(capsys)
+    assert code == 1
+    assert "inspect" in out
+    assert err == ""
+
+
+def test_the_version_names_what_results_depend_on(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "--version")
+    assert code == 0
+    assert {"mlx-experts", "mlx", "mlx-lm"} <= set(out.replace(",", "").split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--max-tokens", "0"], ["--seed", "-1"], ["--seed", str(2**64)], ["--temp", "inf"], ["--top-p", "0"]],
+)
+def test_numbers_that_cannot_be_are_refused_before_loading(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = output(capsys, "generate", "./no/such/folder", "--prompt", "x", *arguments)
+    assert code == 1
+    assert arguments[0] in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "draft", "parity --checkpoint"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("a" * 5000, "too long"), ("https://host/owner/name", "owner/name"), ("./no", "does not exist")],
+)
+def test_a_name_that_cannot_be_a_checkpoint_is_your_error(
+    command: str, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = output(capsys, *command.split(), name)
+    assert code == 1
+    assert said in err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    ran = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c '{MAIN}' schema | head -c 1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "{", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_a_full_disk_is_no_bug_of_ours() -> None:
+    ran = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c '{MAIN}' schema > /dev/full"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "No space left" in ran.stderr
+
+
+def test_an_interrupt_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: Catalog) -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Catalog, "entries", property(interrupted))
+    code, _, err = output(capsys, "list")
+    assert code == 130
+    assert err.startswith("interrupted")
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -187,8 +263,6 @@ def test_docs_outside_the_repository_are_your_error(
 def test_a_bug_of_ours_leaves_a_report_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mlx_experts.registry.catalog import Catalog
-
     def broken(self: Catalog) -> list[str]:
         raise ZeroDivisionError("planted")
 
