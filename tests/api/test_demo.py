@@ -26,9 +26,7 @@ def demo():
 def test_demo_writes_the_reference_text(demo, reference):
     model, tokenizer = demo
     ids = reference["ids"]
-    responses = mlx_experts.stream_generate(
-        model, tokenizer, reference["prompt"], max_tokens=len(ids)
-    )
+    responses = mlx_experts.stream_generate(model, tokenizer, reference["prompt"], max_tokens=len(ids))
     assert [response.token for response in responses] == ids
 
 
