@@ -17,7 +17,10 @@ class Described(nn.Module):
 
     if TYPE_CHECKING:
         cast_predicate: Any
-        layers: list[nn.Module]
+
+        @property
+        def layers(self) -> list[Any]:
+            """The decoder layers."""
 
         def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
             """Token ids ``[B, L]`` to logits ``[B, L, vocabulary]``."""

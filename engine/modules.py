@@ -48,8 +48,9 @@ def look_up(embedding: nn.Module, ids: mx.array, dtype: mx.Dtype | None) -> mx.a
     MLX unpacks planes without biases to bfloat16 whatever that type is; the values are exact in it.
     """
     rows: mx.array = embedding(ids)
-    foreign = dtype is not None and "scales" in embedding and "biases" not in embedding
-    return rows.astype(dtype) if foreign else rows
+    if dtype is not None and "scales" in embedding and "biases" not in embedding:
+        return rows.astype(dtype)
+    return rows
 
 
 class ZeroCentredRMSNorm(nn.Module):

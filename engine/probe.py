@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,7 +62,8 @@ def _compare(
     distance, length = (mx.linalg.norm(t.astype(mx.float32)) for t in (got - want, want))
     if not evaluated(distance, length) or not mx.isfinite(length).item():
         return None
-    if (error := distance.item() / max(length.item(), 1e-20)) <= _BOUNDS[x.dtype]:
+    error = cast(float, (distance / mx.maximum(length, 1e-20)).item())
+    if error <= _BOUNDS[x.dtype]:
         return None
     found = f"a relative distance of {error:.1e} to gathered products"
     warnings.warn(

@@ -80,7 +80,7 @@ class Rope(nn.Module):
             a, b = turned[..., ::2], turned[..., 1::2]
         else:
             a, b = turned[..., :half], turned[..., half:]
-        pair = a * cos - b * sin, a * sin + b * cos
+        pair = [a * cos - b * sin, a * sin + b * cos]
         turned = mx.stack(pair, axis=-1).flatten(-2) if self.traditional else mx.concatenate(pair, axis=-1)
         return mx.concatenate([turned.astype(x.dtype), x[..., self.dims :]], axis=-1)
 

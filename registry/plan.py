@@ -73,14 +73,16 @@ class RopePlan:
             ConfigError: it is not.
         """
         value = self.params.get(name)
-        is_list = isinstance(value, list)
-        if is_list and len(value) == count and all(type(each) in (int, float) for each in value):
-            return [float(each) for each in value]
+        found = repr(value)[:80]
+        if isinstance(value, list):
+            if len(value) == count and all(type(each) in (int, float) for each in value):
+                return [float(each) for each in value]
+            found = found if len(value) == count else f"{len(value)} entries"
         raise ConfigError(
             f"rope type '{self.type}' needs '{name}' with one number for each rotated pair",
             where="config.json, rope_parameters or rope_scaling",
             expected=f"{count} entries",
-            found=f"{len(value)} entries" if is_list and len(value) != count else repr(value)[:80],
+            found=found,
         )
 
 

@@ -131,7 +131,8 @@ def prepare(
             shape = (*logits.shape[:-1], max(steps.top_k, _FEWEST))
             dtypes = [logits.dtype, *([bias_dtype] if steps.bias else []), mx.uint32, mx.float32]
             kernel = kernels[key] = made.make(backend, dtypes, [shape, shape], **options)
-        chosen, share = kernel([logits, bias] if steps.bias else [logits])
+        inputs = [logits, bias] if bias is not None else [logits]
+        chosen, share = kernel(inputs)
         if steps.top_k < _FEWEST:
             return chosen[..., : steps.top_k], share[..., : steps.top_k]
         return chosen, share
