@@ -20,7 +20,7 @@ from mlx_experts.engine.model import ModelArgs
 from mlx_experts.engine.quantize import Format, Reader, quantize_modules, settings
 from mlx_experts.registry.bounds import check_sizes
 from mlx_experts.registry.checkpoint import Checkpoint
-from mlx_experts.registry.errors import SettingError
+from mlx_experts.registry.errors import QuantizationError, SettingError, TensorError
 from mlx_experts.registry.resolve import resolve
 from mlx_experts.registry.schema import Family
 
@@ -89,7 +89,10 @@ def load_checkpoint(
     report = LoadReport(plan.family.family, list(checkpoint.notices))
     report.dtype = compute
     with reading(checkpoint):
-        _fill(model, checkpoint, config, report, progress)
+        try:
+            _fill(model, checkpoint, config, report, progress)
+        except (TensorError, QuantizationError) as error:
+            raise error.within(checkpoint.parts) from error
         model.eval()
         if not lazy:
             # One layer at a time, so that what is cut or decoded on the way is released with each.
@@ -122,7 +125,7 @@ def _fill(
     report.formats = quantize_modules(model, carried.tensors, reader)
     report.notices += reader.remarks()
     wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
-    check_account(wanted, carried.tensors, checkpoint.where)
+    check_account(wanted, carried.tensors, "")
     tensors = cast_tensors(model, carried.tensors, report.dtype)
     model.update(tree_unflatten(list(tensors.items())))
     _settle_quantization(config, report.formats, reader.as_declared and entry == config.get("quantization"))

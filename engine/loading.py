@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_tokenizer, save_config
 from mlx_lm.utils import save_model as save_mlx_lm_model
+from tokenizers import Tokenizer
 
 from mlx_experts.engine.described import Described
 from mlx_experts.engine.load import LoadReport, Progress, load_checkpoint
@@ -151,14 +152,31 @@ def read_tokenizer(
     try:
         return load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # the tokenizers library raises nothing narrower
-        for file in (folder / name for name in _TOKENIZER_FILES):
-            if file.is_file():
-                parse_object(file.read_bytes(), str(file), lenient=True)
-        template = folder / "chat_template.jinja"
-        where = template if isinstance(error, UnicodeDecodeError) and template.is_file() else folder
         raise CheckpointError(
-            "the tokenizer cannot be read", where=str(where), found=f"{type(error).__name__}: {error}"[:300]
+            "the tokenizer cannot be read",
+            where=", ".join(map(str, _suspects(folder, error))),
+            found=f"{type(error).__name__}: {error}"[:300],
         ) from error
+
+
+def _suspects(folder: Path, error: Exception) -> list[Path]:
+    """The files that a tokenizer's error may come from: one where that can be told, else all of them.
+
+    Raises:
+        CheckpointError: one is no JSON.
+    """
+    present = [file for file in (folder / name for name in _TOKENIZER_FILES) if file.is_file()]
+    for file in present:
+        parse_object(file.read_bytes(), str(file), lenient=True)
+    template, whole = folder / "chat_template.jinja", folder / "tokenizer.json"
+    if isinstance(error, UnicodeDecodeError) and template.is_file():
+        return [template]
+    if whole in present:
+        try:
+            Tokenizer.from_file(str(whole))
+        except Exception:  # noqa: BLE001 - as above
+            return [whole]
+    return present or [folder]
 
 
 def load_model_for_check(path: str) -> Described:

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_experts.registry.errors import CheckpointError, ConfigError
 from mlx_experts.registry.headers import Header, TensorInfo, read_header
 from mlx_experts.registry.jsontext import kind_of, parse_object, short
-from mlx_experts.registry.shards import Source, read_shards
+from mlx_experts.registry.shards import Source, listed, read_shards
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
@@ -75,6 +75,11 @@ class Checkpoint:
             files=shards.files,
             notices=(*notices, *shards.notices),
         )
+
+    @property
+    def parts(self) -> str:
+        """The config and the tensor files, for a message about how they fit."""
+        return f"{self.where}: {CONFIG_NAME} and {listed(Path(file).name for file in self.files)}"
 
     @property
     def total_bytes(self) -> int:

@@ -17,6 +17,8 @@ Anything else is a bug of ours (exit 3).
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class RegistryError(Exception):
     """What is wrong, where, what was expected, what was found, what to do next.
@@ -42,6 +44,11 @@ class RegistryError(Exception):
     ) -> None:
         self.what, self.where, self.expected, self.found, self.hint = what, where, expected, found, hint
         super().__init__(self.render())
+
+    def within(self, place: str) -> Self:
+        """The same error, with the place that its own one is in."""
+        where = f"{self.where}\nof {place}" if self.where else place
+        return type(self)(self.what, where=where, expected=self.expected, found=self.found, hint=self.hint)
 
     def render(self) -> str:
         """The message as printed: the sentence, then one indented line for each fact that is known."""

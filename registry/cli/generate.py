@@ -120,6 +120,12 @@ def _tokens(tokenizer: Any, text: str, system: str | None, raw: bool) -> list[in
                 found=f"{type(error).__name__}: {error}"[:300],
                 hint="--raw continues the prompt without a template",
             ) from error
+        if text and not tokens:
+            raise CheckpointError(
+                "the chat template leaves nothing of the prompt",
+                where="chat_template.jinja or tokenizer_config.json",
+                hint="--raw continues the prompt without a template",
+            )
     if not tokens:
         raise SettingError("the prompt is empty", hint="give at least one character")
     return list(tokens)

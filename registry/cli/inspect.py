@@ -47,7 +47,7 @@ def inspect(
     if json:
         print_json(result.to_dict())
     else:
-        _print(result)
+        _print(result, opened.parts)
     if not result.loadable:
         raise typer.Exit(1)
 
@@ -67,7 +67,7 @@ def _count(count: int) -> str:
     return str(count)
 
 
-def _print(r: Inspection) -> None:
+def _print(r: Inspection, parts: str) -> None:
     out = console()
     out.print(f"[bold]{r.family}[/bold] because {r.why}; {r.files} file(s) at {r.where}")
     print_table("layers", ("count", "kind"), [(n, kind) for kind, n in r.layers.items()])
@@ -96,4 +96,4 @@ def _print(r: Inspection) -> None:
         )
     for notice in r.notices:
         out.print(f"note: {notice}")
-    out.print("loads" if r.loadable else "[bold]does not load[/bold]")
+    out.print("loads" if r.loadable else f"[bold]does not load[/bold]: {parts} do not fit")
