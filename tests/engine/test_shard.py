@@ -87,6 +87,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
     return result
 
 
+@pytest.mark.report("DST-03", "DST-08")
 @pytest.mark.parametrize("name", SPREAD)
 def test_two_ranks_give_the_logits_of_one(name: str, spread: dict[str, dict[str, float]]) -> None:
     assert spread[name]["error"] < 1e-5
