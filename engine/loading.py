@@ -150,8 +150,13 @@ def read_tokenizer(
         )
     settings = {**(extra or {}), "trust_remote_code": False}
     try:
-        return load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # the tokenizers library raises nothing narrower
+        tokenizer = load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
+        # Some faults of the files show in use only.
+        tokenizer.decode(tokenizer.encode("a"))
+        return tokenizer
+    except BaseException as error:
+        if not _of_the_files(error):
+            raise
         raise CheckpointError(
             "the tokenizer cannot be read",
             where=", ".join(map(str, _suspects(folder, error))),
@@ -159,7 +164,12 @@ def read_tokenizer(
         ) from error
 
 
-def _suspects(folder: Path, error: Exception) -> list[Path]:
+def _of_the_files(error: BaseException) -> bool:
+    """Whether an error may come from damaged files; the tokenizers library panics past ``Exception``."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _suspects(folder: Path, error: BaseException) -> list[Path]:
     """The files that a tokenizer's error may come from: one where that can be told, else all of them.
 
     Raises:
@@ -173,8 +183,10 @@ def _suspects(folder: Path, error: Exception) -> list[Path]:
         return [template]
     if whole in present:
         try:
-            Tokenizer.from_file(str(whole))
-        except Exception:  # noqa: BLE001 - as above
+            Tokenizer.from_file(str(whole)).encode("a")
+        except BaseException as fault:
+            if not _of_the_files(fault):
+                raise
             return [whole]
     return present or [folder]
 

@@ -150,6 +150,21 @@ def test_values_that_are_no_longer_what_they_were_are_named_or_still_good(
     assert "Traceback" not in printed
 
 
+def test_a_tokenizer_that_fails_past_ordinary_exceptions_is_named(sound: Path, outcome: Any) -> None:
+    """The tokenizers library panics where a template asks for a special token that does not exist."""
+    content = json.loads((sound / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {},
+    }
+    code, printed = outcome("tokenizer.json", json.dumps(content).encode(), GENERATE)
+    assert code == 1, printed
+    assert "damaged/tokenizer.json" in printed
+    assert "PanicException" in printed
+
+
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_file_that_is_gone_is_named(
     lost: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
