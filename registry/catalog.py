@@ -19,8 +19,10 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
+from mlx_experts.registry.layouts import PerExpert, Stacked
 from mlx_experts.registry.schema import ConfigTest, Family, MixerSpec
-from mlx_experts.registry.yaml_lines import Lines, read_yaml
+from mlx_experts.registry.spec_errors import at, spec_error
+from mlx_experts.registry.yaml_lines import Lines, not_yaml, read_text, read_yaml
 
 FAMILIES_VARIABLE = "MLX_EXPERTS_FAMILIES"
 _MIXER: TypeAdapter[Any] = TypeAdapter(MixerSpec)
@@ -87,10 +89,15 @@ class Catalog:
         """The file that describes a family."""
         if name not in self.entries:
             near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0.4)
+            short = [f"{folder / name}.yml" for folder in self.folders if (folder / f"{name}.yml").exists()]
             raise UnknownFamilyError(
                 f"no family is called '{name}'",
                 where=", ".join(str(f) for f in self.folders),
-                hint=f"did you mean {' or '.join(near)}?" if near else "`registry list` shows all",
+                hint=f"rename {short[0]}: a family file ends in .yaml"
+                if short
+                else f"did you mean {' or '.join(near)}?"
+                if near
+                else "`registry list` shows all",
             )
         return self.entries[name].path
 
@@ -101,17 +108,18 @@ class Catalog:
         if base_name is None:
             return data, lines, path
         if base_name == name or base_name not in self.entries:
-            near = difflib.get_close_matches(str(base_name), self.entries, n=1, cutoff=0.4)
+            others = [other for other in self.entries if other != name]
+            near = difflib.get_close_matches(str(base_name), others, n=1, cutoff=0.4)
             raise SpecError(
                 f"`extends` names no other family: '{base_name}'",
-                where=_at(lines, ("extends",), path),
+                where=at(lines, ("extends",), path),
                 hint=f"did you mean {near[0]}?" if near else "`registry list` shows all",
             )
         base, base_lines = read_yaml(self.path(base_name))
         if "extends" in base:
             raise SpecError(
                 f"'{name}' extends '{base_name}', which itself extends '{base['extends']}'",
-                where=_at(lines, ("extends",), path),
+                where=at(lines, ("extends",), path),
                 expected="one level of `extends`",
                 hint=f"extend '{base['extends']}' and repeat what '{base_name}' changes",
             )
@@ -186,7 +194,7 @@ def mixers(family: Family) -> dict[str, Any]:
         try:
             found[name] = _MIXER.validate_python(merge(raw, change))
         except ValidationError as error:
-            raise _spec_error(error, {}, Path(f"{family.family}.yaml"), ("variants", name)) from error
+            raise spec_error(error, {}, Path(f"{family.family}.yaml"), ("variants", name)) from error
     if base is not None:
         found.setdefault("", base)
     return found
@@ -218,7 +226,7 @@ def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
     try:
         family = Family.model_validate(data)
     except ValidationError as error:
-        raise _spec_error(error, lines, path) from error
+        raise spec_error(error, lines, path) from error
     if family.family != path.stem:
         raise SpecError(
             "the file is not named after its family",
@@ -227,56 +235,30 @@ def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
             found=path.name,
         )
     mixers(family)
+    _check_leaves(family, lines, path)
     return family
 
 
-def _spec_error(
-    error: ValidationError, lines: Lines, path: Path, prefix: tuple[str | int, ...] = ()
-) -> SpecError:
-    first = error.errors()[0]
-    loc = _yaml_location((*prefix, *first["loc"]), lines)
-    key = ".".join(str(part) for part in loc)
-    context = first.get("ctx", {})
-    if first["type"] == "unknown_key":
-        loc = (*loc, context["key"])
-        return SpecError(
-            f"unknown key '{context['key']}'" + (f" in '{key}'" if key else ""),
-            where=_at(lines, loc, path),
-            expected=f"one of {context['known']}",
-            hint=f"did you mean '{context['near']}'?" if context["near"] else "remove the key",
-        )
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    found = "" if first["type"] == "missing" else repr(first["input"])[:120]
-    return SpecError(
-        f"'{key}' is not right: {first['msg']}{more}",
-        where=_at(lines, loc, path),
-        found=found,
-        hint="`registry schema` prints what each key takes",
-    )
-
-
-def _yaml_location(loc: tuple[str | int, ...], lines: Lines) -> tuple[str | int, ...]:
-    """Drop the parts of a pydantic location that name union members and not keys of the file."""
-    kept: tuple[str | int, ...] = ()
-    for i, part in enumerate(loc):
-        if not lines or (*kept, part) in lines or i == len(loc) - 1:
-            kept = (*kept, part)
-    return kept
-
-
-def _at(lines: Lines, loc: tuple[str | int, ...], path: Path) -> str:
-    while loc and loc not in lines:
-        loc = loc[:-1]
-    file, line = lines.get(loc, (path.name, 1))
-    return f"{path.with_name(file)}:{line}"
+def _check_leaves(family: Family, lines: Lines, path: Path) -> None:
+    """A layout of experts names as many leaves as its experts have projections."""
+    gated = family.moe.experts.kind == "glu"
+    for i, layout in enumerate(family.layouts.experts):
+        if isinstance(layout, Stacked):
+            continue
+        fused = isinstance(layout, PerExpert) and layout.fused is not None
+        wanted = ("gate and up in one, down" if fused else "gate, up, down") if gated else "up, down"
+        if len(layout.leaves) != len(wanted.split(", ")):
+            raise SpecError(
+                f"'layouts.experts.{i}.leaves' names {len(layout.leaves)} leaves",
+                where=at(lines, ("layouts", "experts", i, "leaves"), path),
+                expected=wanted,
+                found=", ".join(layout.leaves),
+            )
 
 
 def _read_entry(path: Path) -> Entry:
     """Names from the lines before `config:`, so that a look-up need not parse whole files."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("cannot read the family file", where=str(path), found=str(error)) from error
+    text = read_text(path)
     head: list[str] = []
     for line in text.splitlines():
         top = line[:1] not in ("", " ", "#", "-") and ":" in line
@@ -286,7 +268,7 @@ def _read_entry(path: Path) -> Entry:
     try:
         data = yaml.safe_load("\n".join(head)) or {}
     except yaml.YAMLError as error:
-        raise SpecError("the family file is not valid YAML", where=str(path), found=str(error)) from error
+        raise not_yaml(error, path, text) from error
     for key in ("family", "model_types", "architectures"):
         if not isinstance(data, dict) or key not in data:
             raise SpecError(
@@ -294,15 +276,25 @@ def _read_entry(path: Path) -> Entry:
                 where=f"{path}:1",
                 expected="family, model_types and architectures before every other section",
             )
+    for key in ("model_types", "architectures"):
+        names = [] if data[key] is None else data[key]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise SpecError(
+                f"`{key}` is not a list of names",
+                where=str(path),
+                expected=f"{key}: [a_name]",
+                found=repr(data[key])[:80],
+                hint="put names that YAML reads as numbers or truth values in quotes",
+            )
     try:
         when = ConfigTest.model_validate(data["when"]) if data.get("when") is not None else None
     except ValidationError as error:
-        raise _spec_error(error, {}, path, ("when",)) from error
+        raise spec_error(error, {}, path, ("when",)) from error
     return Entry(
         name=str(data["family"]),
         path=path,
-        model_types=tuple(map(str, data["model_types"] or ())),
-        architectures=tuple(map(str, data["architectures"] or ())),
+        model_types=tuple(data["model_types"] or ()),
+        architectures=tuple(data["architectures"] or ()),
         when=when,
     )
 

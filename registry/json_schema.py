@@ -27,8 +27,8 @@ def _let_names_stand_alone(schema: dict[str, Any]) -> None:
         **definitions["Ref"]["properties"]["from"],
         "anyOf": [name, names],
     }
-    definitions["Ref"]["properties"]["from"].pop("type", None)
-    definitions["Ref"]["properties"]["from"].pop("items", None)
+    for key in ("type", "items", "minItems"):
+        definitions["Ref"]["properties"]["from"].pop(key, None)
     for size in definitions["SizesSpec"]["properties"].values():
         size.setdefault("anyOf", []).extend([name, names])
     definitions["ActivationSpec"] = {"anyOf": [name, definitions["ActivationSpec"]]}

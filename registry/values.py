@@ -57,7 +57,9 @@ class Ref(Spec):
     index where `per_layer` is set.
     """
 
-    keys: tuple[str, ...] = Field(alias="from", description="Config keys, the first present one wins.")
+    keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        alias="from", min_length=1, description="Config keys, the first present one wins."
+    )
     default: Any = Field(
         None,
         description="The value, or another reference, when no key is present; not stated, a key is needed.",
@@ -105,8 +107,10 @@ else:
     Int = Ref | StrictInt
     Count = Ref | Annotated[StrictInt, Field(ge=0, lt=SIZE_BOUND)]
     Width = Ref | Annotated[StrictInt, Field(gt=0, lt=SIZE_BOUND)]
-    Num = Ref | StrictInt | StrictFloat
-    Positive = Ref | Annotated[StrictInt, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0)]
+    Num = Ref | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)]
+    Positive = (
+        Ref | Annotated[StrictInt, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
+    )
     Bool = Ref | StrictBool
     Str = Ref | StrictStr
     AnyValue = Any

@@ -22,22 +22,19 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         The mapping, and for every key path the file name and line (from 1) where it stands.
 
     Raises:
-        SpecError: the file cannot be read, is not YAML, repeats a key, uses anchors or tags beyond
-            plain data, or is not a mapping.
+        SpecError: the file cannot be read, is not YAML, repeats a key, uses anchors, merge keys or tags, or
+            is not a mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("cannot read the family file", where=str(path), found=str(error)) from error
+    text = read_text(path)
     lines: Lines = {}
     try:
         loader = _LOADER(text)
         node = loader.get_single_node()
-        data = loader.construct_document(node) if node is not None else None
         if node is not None:
-            _walk(node, (), path.name, lines)
+            _walk(node, (), path, lines, set())
+        data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
-        raise SpecError("the family file is not valid YAML", where=str(path), found=str(error)) from error
+        raise not_yaml(error, path, text) from error
     except RecursionError as error:
         raise SpecError("the family file is nested too deeply", where=str(path)) from error
     if not isinstance(data, dict):
@@ -50,17 +47,60 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
     return data, lines
 
 
-def _walk(node: yaml.Node, at: KeyPath, file: str, lines: Lines) -> None:
-    lines.setdefault(at, (file, node.start_mark.line + 1))
+def read_text(path: Path) -> str:
+    """The text of a family file.
+
+    Raises:
+        SpecError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SpecError("the family file is not text", where=str(path), expected="UTF-8") from error
+    except OSError as error:
+        raise SpecError(
+            "the family file cannot be read", where=str(path), found=str(error.strerror)
+        ) from error
+
+
+def not_yaml(error: yaml.YAMLError, path: Path, text: str) -> SpecError:
+    """The error for a text that a YAML parser refused, at the line where it gave up."""
+    what, where, hint = str(error), str(path), ""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        line = error.problem_mark.line
+        what, where = str(error.problem), f"{path}:{line + 1}"
+        bad = "".join(text.splitlines()[line : line + 1])
+        if "\t" in bad[: len(bad) - len(bad.lstrip())]:
+            hint = "indent with spaces; YAML takes no tabs"
+        elif "tag" in what:
+            hint = "write plain values; a family file has no tags"
+        else:
+            hint = "look at the indentation, the brackets and the colons of this line and the one before"
+    return SpecError("the family file is not valid YAML", where=where, found=what, hint=hint)
+
+
+def _walk(node: yaml.Node, at: KeyPath, path: Path, lines: Lines, seen_nodes: set[int]) -> None:
+    place = f"{path}:{node.start_mark.line + 1}"
+    if id(node) in seen_nodes:
+        raise SpecError(
+            "the family file uses an anchor",
+            where=place,
+            expected="plain values",
+            hint="write the value out where `*` stands, or share it through `extends:`",
+        )
+    seen_nodes.add(id(node))
+    lines.setdefault(at, (path.name, node.start_mark.line + 1))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
-            name = str(key.value)
+            name, place = str(key.value), f"{path}:{key.start_mark.line + 1}"
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise SpecError("the family file uses a merge key", where=place, hint="write the keys out")
             if name in seen:
-                raise SpecError("a key stands twice", where=f"{file}:{key.start_mark.line + 1}", found=name)
+                raise SpecError("a key stands twice", where=place, found=name, hint="remove one of the two")
             seen.add(name)
-            lines[(*at, name)] = (file, key.start_mark.line + 1)
-            _walk(value, (*at, name), file, lines)
+            lines[(*at, name)] = (path.name, key.start_mark.line + 1)
+            _walk(value, (*at, name), path, lines, seen_nodes)
     elif isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
-            _walk(item, (*at, i), file, lines)
+            _walk(item, (*at, i), path, lines, seen_nodes)

@@ -1,0 +1,153 @@
+"""What people get wrong in a family file: one message each, at its file and line, saying what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.errors import RegistryError, SpecError, UnknownFamilyError
+
+HEAD = (
+    "family: my_moe\nextends: qwen3_moe\nreference: a test\nmodel_types: [my_moe]\narchitectures: [MyMoe]\n"
+)
+
+
+def mistake(folder: Path, text: str | bytes, name: str = "my_moe.yaml") -> RegistryError:
+    """The error that this file gives, which is about line 6 unless it is about the whole."""
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RegistryError) as caught:
+        Catalog([folder]).load("my_moe")
+    return caught.value
+
+
+def test_the_head_alone_is_a_family(tmp_path: Path) -> None:
+    (tmp_path / "my_moe.yaml").write_text(HEAD)
+    assert Catalog([tmp_path]).load("my_moe").moe.path == "mlp"
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "expected"),
+    [
+        ("moe: [1, 2]", "'moe'", "a mapping"),
+        ("moe: null", "'moe'", "a mapping"),
+        ("moe: {router: {scale: big}}", "'moe.router.scale'", "a reference {from: key} or a whole number"),
+        ("moe: {router: {scale: .nan}}", "'moe.router.scale'", "a finite number"),
+        ("moe: {router: {order: topk}}", "'moe.router.order'", "'score_then_topk' or 'topk_then_score'"),
+        ("moe: {layers: [{kind: evry}]}", "'moe.layers.0'", "kind all, list"),
+        ("layouts: {ops: [{op: renam}]}", "'layouts.ops.0'", "op rename, split"),
+        ("layouts: {drop: mtp.*}", "'layouts.drop'", "a list"),
+        ("attention: {window: -3}", "'attention.window'", "greater than"),
+        ("attention: {qkv_bias: 'no'}", "'attention.qkv_bias'", "true or false"),
+        ("config: {hidden_size: {from: ''}}", "'config.hidden_size", "at least 1 character"),
+        ("config: {hidden_size: {from: []}}", "'config.hidden_size", "at least 1 item"),
+    ],
+)
+def test_a_value_that_cannot_be_says_what_could(tmp_path: Path, line: str, key: str, expected: str) -> None:
+    error = mistake(tmp_path, f"{HEAD}{line}\n")
+    assert key in error.what
+    assert expected in error.expected
+    assert error.where == f"{tmp_path / 'my_moe.yaml'}:6"
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    error = mistake(tmp_path, f"{HEAD}moe: {{router: {{scor: sigmoid}}}}\n")
+    assert error.what == "unknown key 'scor' in 'moe.router'"
+    assert "'score'" in error.hint
+
+
+def test_a_misspelt_reference_is_an_unknown_key(tmp_path: Path) -> None:
+    error = mistake(tmp_path, f"{HEAD}moe: {{router: {{scale: {{form: x}}}}}}\n")
+    assert error.what == "unknown key 'form' in 'moe.router.scale'"
+
+
+def test_missing_sections_are_listed_together(tmp_path: Path) -> None:
+    error = mistake(tmp_path, HEAD.replace("extends: qwen3_moe\n", ""))
+    assert {"config", "norm", "moe", "head", "layouts"} <= set(error.expected.split(", "))
+    assert "extends" in error.hint
+
+
+def test_a_number_that_yaml_takes_for_text_is_explained(tmp_path: Path) -> None:
+    error = mistake(tmp_path, f"{HEAD}attention: {{rope: {{theta: 1e6}}}}\n")
+    assert "as text" in error.hint
+    assert "1.0e+06" in error.hint
+
+
+def test_a_name_that_yaml_takes_for_a_number_is_to_be_quoted(tmp_path: Path) -> None:
+    assert "quotes" in mistake(tmp_path, f"{HEAD}norm: {{kind: 5}}\n".replace("a test", "5")).hint
+
+
+@pytest.mark.parametrize("names", ["my_moe", "[no]", "[1]", "{a: b}"])
+def test_names_must_be_a_list_of_names(tmp_path: Path, names: str) -> None:
+    error = mistake(tmp_path, HEAD.replace("[my_moe]", names))
+    assert "`model_types` is not a list of names" in error.what
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("moe:\n\trouter: {score: sigmoid}\n", "no tabs"),
+        ("moe:\n  router:\n   score: sigmoid\n    dtype: float32\n", "indentation"),
+        ("moe: !!python/object/apply:os.getcwd []\n", "tags"),
+        ("moe: {router: {\n", "brackets"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_line(tmp_path: Path, text: str, hint: str) -> None:
+    error = mistake(tmp_path, HEAD + text)
+    assert "not valid YAML" in error.what
+    assert int(error.where.rpartition(":")[2]) > 5
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("moe: {router: {score: a, score: b}}\n", "stands twice"),
+        ("norm: &n {kind: rms}\ndense: *n\n", "anchor"),
+        ("moe: {<<: {path: mlp}}\n", "merge key"),
+        ("a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "anchor"),
+    ],
+)
+def test_what_yaml_allows_and_a_family_does_not_is_refused(tmp_path: Path, text: str, what: str) -> None:
+    error = mistake(tmp_path, HEAD + text)
+    assert what in error.what
+    assert error.where.startswith(f"{tmp_path / 'my_moe.yaml'}:")
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    (tmp_path / "my_moe.yaml").write_bytes(b"\xef\xbb\xbf" + HEAD.encode())
+    assert Catalog([tmp_path]).load("my_moe").family == "my_moe"
+
+
+def test_a_file_in_another_encoding_says_which_is_needed(tmp_path: Path) -> None:
+    assert mistake(tmp_path, HEAD.encode("utf-16")).expected == "UTF-8"
+
+
+def test_a_short_file_ending_is_told(tmp_path: Path) -> None:
+    error = mistake(tmp_path, HEAD, "my_moe.yml")
+    assert isinstance(error, UnknownFamilyError)
+    assert "ends in .yaml" in error.hint
+
+
+def test_extending_oneself_is_not_the_suggestion(tmp_path: Path) -> None:
+    error = mistake(tmp_path, HEAD.replace("qwen3_moe", "my_moe"))
+    assert isinstance(error, SpecError)
+    assert "my_moe" not in error.hint
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("{kind: per_expert, path: mlp.experts, leaves: [a, b]}", "gate, up, down"),
+        ("{kind: split, path: mlp.experts, leaves: [a]}", "gate, up, down"),
+        (
+            "{kind: per_expert, path: mlp.experts, leaves: [a, b, c], fused: gate_up}",
+            "gate and up in one, down",
+        ),
+    ],
+)
+def test_experts_have_as_many_leaves_as_projections(tmp_path: Path, layout: str, expected: str) -> None:
+    error = mistake(tmp_path, f"{HEAD}layouts: {{experts: [{layout}]}}\n")
+    assert error.expected == expected
+    assert error.where.endswith(":6")
