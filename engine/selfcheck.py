@@ -278,6 +278,10 @@ def _quantize_experts(model: Described, mode: str = "affine") -> dict[str, Any]:
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not isinstance(module, SwitchLinear):
             return False
+        width = module.weight.shape[-1]
+        assert width % 32 == 0, (
+            f"{path} reads {width} values, which no group of 32 divides; state other sizes under `example`"
+        )
         formats[path] = Format(4, 32, mode)
         return {"group_size": 32, "bits": 4, "mode": mode}
 

@@ -46,6 +46,8 @@ def spec_error(error: ValidationError, lines: Lines, path: Path, prefix: KeyPath
         return _missing(errors, loc, lines, path, prefix)
     here = [e for e in errors if _yaml_location((*prefix, *e["loc"]), lines, e["type"]) == loc]
     expected = list(dict.fromkeys(_wanted(e) for e in here))
+    if {"a number", "a whole number"} <= set(expected):
+        expected.remove("a whole number")
     more = f" ({len(errors) - len(here)} more are wrong)" if len(errors) > len(here) else ""
     return SpecError(
         f"'{key}' cannot be this{more}",

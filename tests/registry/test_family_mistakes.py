@@ -32,7 +32,7 @@ def test_the_head_alone_is_a_family(tmp_path: Path) -> None:
     [
         ("moe: [1, 2]", "'moe'", "a mapping"),
         ("moe: null", "'moe'", "a mapping"),
-        ("moe: {router: {scale: big}}", "'moe.router.scale'", "a reference {from: key} or a whole number"),
+        ("moe: {router: {scale: big}}", "'moe.router.scale'", "a reference {from: key} or a number"),
         ("moe: {router: {scale: .nan}}", "'moe.router.scale'", "a finite number"),
         ("moe: {router: {order: topk}}", "'moe.router.order'", "'score_then_topk' or 'topk_then_score'"),
         ("moe: {layers: [{kind: evry}]}", "'moe.layers.0'", "kind all, list"),

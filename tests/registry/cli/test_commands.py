@@ -239,6 +239,18 @@ def test_check_that_fails_exits_with_two(tmp_path: Path, capsys: pytest.CaptureF
     assert "no_such_selection" in err
 
 
+def test_check_of_an_example_that_cannot_be_quantised_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd_moe.yaml").write_text(
+        "family: odd_moe\nextends: mixtral\nmodel_types: [odd_moe]\narchitectures: []\nreference: a test\n"
+        "example: {hidden_size: 36}\n"
+    )
+    code, _, err = output(capsys, "check", "odd_moe", "--families", str(tmp_path))
+    assert code == 2
+    assert "group of 32" in err
+
+
 def test_check_of_an_unknown_family_is_your_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "check", "mixtrall")[0] == 1
 
