@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_experts.engine.encodings import Decoded, decode_encodings
-from mlx_experts.engine.layout import Operation, Tensors, Tree, put
+from mlx_experts.engine.layout import Operation, Tensors, Tree, planes, put
 from mlx_experts.engine.layout_experts import (
     ExpertStack,
     carry_experts,
@@ -139,6 +139,7 @@ class Carrier:
         result.original = any(kernels or [carried, *done])
         self._drop_unused(result)
         self._tied_head(result, compare_values)
+        self._borrowed_head(result.tensors)
         self._fill_lacking(result)
         self._normalise_head(result.tensors)
         if result.original:
@@ -258,6 +259,12 @@ class Carrier:
                 )
             del result.tensors[name]
             result.dropped["head equal to the tied embedding"] += 1
+
+    def _borrowed_head(self, tensors: Tensors) -> None:
+        """Give a head of its own, where the checkpoint has none, what the embedding has."""
+        names, head = self.plan.family.names, f"{self.wrapper}{self.plan.head.path}"
+        if self.plan.head.embedding_if_absent and not planes(tensors, head):
+            put(tensors, head, planes(tensors, f"{self.wrapper}{names.root}.{names.embed}"))
 
     def _fill_lacking(self, result: Carried) -> None:
         """Zeros for parameters that a family declares some checkpoints lack, where all of them are absent."""

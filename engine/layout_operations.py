@@ -99,6 +99,8 @@ class SplitOperation:
         done = False
         for at in per_layer(self.source, tree):
             module, targets = fill(self.source, at), [fill(t, at) for t in self.targets]
+            if f"{module}.weight" in tree.shapes:
+                continue
             found = take(tensors, module)
             for plane, value in found.items():
                 if self.channels:
@@ -155,7 +157,7 @@ class SplitOperation:
                 put(tensors, fill(self.source, at), {plane: value})
 
     def modules(self, path: str, tree: Tree) -> list[str]:
-        at = numbers_in(self.source, path)
+        at = None if f"{path}.weight" in tree.shapes else numbers_in(self.source, path)
         return [path] if at is None else [fill(target, at) for target in self.targets]
 
 

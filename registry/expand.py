@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from mlx_experts.registry import rules
@@ -86,6 +86,8 @@ def _applies(rule: Any, view: ConfigView) -> bool:
         return isinstance(view.get(rule.key), str | list)
     if isinstance(rule, rules.LetterRule):
         return isinstance(view.get(rule.key), str)
+    if isinstance(rule, rules.TypeList) and rule.empty_is_absent and view.get(rule.key) == []:
+        return False
     if isinstance(rule, rules.TypeList | rules.ListRule):
         return isinstance(view.get(rule.key), list)
     return True
@@ -140,16 +142,17 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
                 entry = view.get(rule.key)[i % len(view.get(rule.key))]
             else:
                 entry = _entry(view, rule.key, i, count)
-            if rule.map is None:
+            types: Mapping[Any, str] | None = rule.map
+            if types is None:
                 return str(entry)
-            if not isinstance(entry, str | int | bool) or entry not in rule.map:
+            if not isinstance(entry, str | int | bool) or entry not in types:
                 raise ConfigError(
                     f"'{rule.key}' holds a layer type that is not known",
                     where=f"config.json, layer {i}",
-                    expected=", ".join(map(str, rule.map)),
+                    expected=", ".join(map(str, types)),
                     found=repr(entry)[:60],
                 )
-            return str(rule.map[entry])
+            return types[entry]
         case rules.TypePeriodic():
             period = _count(rule.period, i, resolver)
             offset = period - 1 if rule.offset == "last" else _count(rule.offset, i, resolver, least=0)

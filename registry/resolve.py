@@ -75,6 +75,7 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
 def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: Any, is_moe: bool) -> LayerPlan:
     sizes = resolver.sizes(family.config, i)
     mixer = resolver.spec(mixer_spec, i) if mixer_spec is not None else None
+    is_moe &= sizes.num_experts >= family.moe.dense_below
     mlp = family.mlp_variants.get(kind, "moe" if is_moe else "dense")
     block = resolver.spec(family.block, i)
     if mlp == "dense" and family.dense is None:
@@ -378,7 +379,7 @@ def _ordinary(key: str, value: Any) -> Any:
     return value
 
 
-def _positive(key: str, value: Any, most: float, kind: type = float) -> Any:
+def _positive(key: str, value: Any, most: float, kind: type[float] = float) -> Any:
     """A number above 0 and at most ``most``.
 
     Raises:

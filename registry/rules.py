@@ -92,6 +92,7 @@ class TypeList(Spec):
     map: dict[str | int | bool, str] | None = Field(
         None, description="Config values to the types used here; without it values are types."
     )
+    empty_is_absent: bool = Field(False, description="A list without entries does not count as present.")
 
 
 class TypeLetters(Spec):

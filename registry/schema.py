@@ -110,6 +110,9 @@ class HeadSpec(Spec):
 
     path: str = Field("lm_head", description="Module path beside the root.")
     tied: Bool = Field(description="Whether the embedding serves as head.")
+    embedding_if_absent: Bool = Field(
+        False, description="A head of its own that is the embedding where a checkpoint has none."
+    )
     bias: Bool = Field(False, description="Whether the head has a bias.")
     norm: str | None = Field(None, description="A norm inside the head, before its product.")
     multiplier: Num = Field(1.0, description="Factor on the logits.")
@@ -274,6 +277,7 @@ class MoeSpec(Spec):
 
     path: str = Field(description="Module path in the layer.")
     layers: tuple[LayerRule, ...] = Field(description="Which layers: the first rule whose key is present.")
+    dense_below: int = Field(0, description="With fewer experts than this such a layer has a dense MLP.")
     router: RouterSpec = Field(description="The router.")
     experts: ExpertsSpec = Field(description="The routed experts.")
     shared: SharedSpec | None = Field(description="The shared expert; null for none.")

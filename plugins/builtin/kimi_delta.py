@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from pydantic import Field
 
+from mlx_experts.engine.activations import apply, make
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.modules import find, place
@@ -21,7 +22,7 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Bool, Num, Spec, Width
+from mlx_experts.registry.values import Bool, Num, Spec, Str, Width
 
 
 class KimiDeltaOptions(Spec):
@@ -37,6 +38,7 @@ class KimiDeltaOptions(Spec):
     broadcast_decay: bool = Field(False, description="The decay rates are stored as [1, 1, h, 1].")
     safe_gate: Bool = Field(False, description="Whether the log decay is bounded from below.")
     lower_bound: Num = Field(-5.0, description="That bound.")
+    activation: Str = Field("silu", description="Activation after the convolutions.")
 
 
 class KimiDelta(Mixer):
@@ -53,6 +55,7 @@ class KimiDelta(Mixer):
         super().__init__()
         assert isinstance(layer.mixer, PluginMixerSpec)
         self._spec = spec = read_options(KimiDeltaOptions, layer.mixer.options, "Kimi delta attention")
+        self._activation = make(spec.activation)
         width, inner = layer.sizes.hidden_size, spec.heads * spec.head_dim
         for name in "qkv":
             place(self, f"{name}_proj", nn.Linear(width, inner, bias=False))
@@ -85,8 +88,8 @@ class KimiDelta(Mixer):
         mixed = []
         for slot, name in enumerate("qkv"):
             conv = find(self, f"{name}_{spec.convolutions}")
-            y = nn.silu(causal_conv(conv, self[f"{name}_proj"](x), mask, cache, slot))
-            mixed.append(mx.unflatten(y, -1, shape))
+            y = causal_conv(conv, self[f"{name}_proj"](x), mask, cache, slot)
+            mixed.append(mx.unflatten(apply(self._activation, None, y), -1, shape))
         q, k = normalize_qk(mixed[0], mixed[1], inv_scale=spec.head_dim**-0.5, eps=1e-6)
         out, memory = gated_delta_update(
             q,

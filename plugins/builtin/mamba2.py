@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.ssm import ssm_attn, ssm_update
 from pydantic import Field
 
+from mlx_experts.engine.activations import apply, make
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.options import read_options
@@ -21,7 +22,7 @@ from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.schema import PluginMixerSpec
-from mlx_experts.registry.values import Bool, Spec, Width
+from mlx_experts.registry.values import Bool, Spec, Str, Width
 
 
 class Mamba2Options(Spec):
@@ -38,7 +39,7 @@ class Mamba2Options(Spec):
     conv_bias: Bool = Field(description="Whether the convolution has a bias.")
     bias: Bool = Field(description="Biases on the input and output projections.")
     step_limit: tuple[float, float] = Field((0.0, float("inf")), description="Bounds of the time step.")
-    activation: Literal["silu", "swish"] = Field("silu", description="Activation after the convolution.")
+    activation: Str = Field("silu", description="Activation after the convolution.")
 
 
 class GroupedGatedNorm(nn.Module):
@@ -88,6 +89,7 @@ class Mamba2(Mixer):
                 found=str(spec.heads),
             )
         self._head_dim = spec.expand * width // spec.heads if spec.head_dim == "auto" else spec.head_dim
+        self._activation = make(spec.activation)
         self._inner, self._vectors = spec.heads * self._head_dim, spec.groups * spec.state
         mixed = self._inner + 2 * self._vectors
         self.in_proj = nn.Linear(width, self._inner + mixed + spec.heads, bias=spec.bias)
@@ -106,7 +108,7 @@ class Mamba2(Mixer):
         mask = state.recurrent_mask(x, cache)
         cuts = [self._inner, 2 * self._inner + 2 * self._vectors]
         gate, mixed, dt = mx.split(self.in_proj(x), cuts, axis=-1)
-        mixed = nn.silu(causal_conv(self.conv1d, mixed, mask, cache))
+        mixed = apply(self._activation, None, causal_conv(self.conv1d, mixed, mask, cache))
         h, b, c = mx.split(mixed, [self._inner, self._inner + self._vectors], axis=-1)
         out, memory = self._update(
             h.reshape(B, L, spec.heads, self._head_dim),
