@@ -57,6 +57,6 @@ VARIABLES: tuple[Variable, ...] = (
         "MLX_EXPERTS_CACHE_DIR",
         "a folder",
         "the user's cache folder",
-        "Where `registry tune` keeps what it measured and compiled CPU kernels are kept.",
+        "Where `registry tune` keeps what it measured.",
     ),
 )
