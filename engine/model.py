@@ -146,7 +146,7 @@ class Decoder(nn.Module):
     def __init__(self, plan: Plan, fused: bool | None) -> None:
         super().__init__()
         names, sizes = plan.family.names, plan.sizes
-        self._names, self._first_norm = names, plan.family.block.pre_mixer
+        self._names = names
         multiplier = plan.embedding.multiplier
         self._multiplier = math.sqrt(sizes.hidden_size) if multiplier == "sqrt_hidden" else multiplier
         self._custom_embedding = plan.embedding.kind != "standard"
@@ -172,15 +172,10 @@ class Decoder(nn.Module):
         return layers
 
     def _dtype(self) -> mx.Dtype | None:
-        """The type that the decoder computes in: that of a norm's weight, which no conversion packs."""
-        if self._names.norm is not None:
-            norm = find(self, self._names.norm)
-        elif self._first_norm is not None:
-            norm = find(self.layer_list[0], self._first_norm)
-        else:
-            return None
-        dtype: mx.Dtype = norm.weight.dtype
-        return dtype
+        """The type that the decoder computes in: that of a norm or another vector, which nothing packs."""
+        last = self if self._names.norm is None else find(self, self._names.norm)
+        vectors = (value for _, value in tree_flatten(last.parameters()) if value.ndim == 1)
+        return next((value.dtype for value in vectors if mx.issubdtype(value.dtype, mx.floating)), None)
 
     def __call__(
         self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
