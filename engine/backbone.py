@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_experts.engine.adopt import Unfit, block_path, put_in_place, share, take_over
 from mlx_experts.engine.carry import Carried, Carrier
@@ -22,6 +25,19 @@ from mlx_experts.engine.layout import Tensors
 from mlx_experts.engine.model import ModelArgs
 from mlx_experts.registry.errors import ConfigError, DeviceError, SpecError, TensorError
 from mlx_experts.registry.resolve import Plan
+
+# What foreign code may raise over values that it does not check.
+_FOREIGN = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_LARGEST = 2**24
 
 
 class BackboneCarrier(Carrier):
@@ -101,7 +117,10 @@ class Backbone(Described):
                 found=str(mx.default_device()),
                 hint="load it on a Mac; mlx-lm, whose model it is, has no other kernels for it",
             )
-        super().__init__(_arguments(self.source, args))
+        with _mlx_lm_reads(self.source):
+            arguments = _arguments(self.source, args)
+            super().__init__(arguments)
+            _put_together(self.source.Model(arguments))
         self._plan = args.plan
         self._originals = _Originals({})
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
@@ -159,15 +178,53 @@ class Backbone(Described):
         super().shard(group)  # type: ignore[misc]
 
 
-def _arguments(source: Any, args: ModelArgs) -> Any:
+def _put_together(model: nn.Module) -> None:
+    """Make the graphs of two tokens and one more: sizes that do not fit one another show, and cost nothing.
+
+    Args:
+        model: one to be thrown away, because a model may keep what its first call has made of its weights.
+    """
+    cache = make_prompt_cache(model)
+    for length in (2, 1):
+        model(mx.zeros((1, length), dtype=mx.int32), cache=cache)
+
+
+@contextmanager
+def _mlx_lm_reads(source: Any) -> Iterator[None]:
+    """Turn what mlx-lm raises over a config into a ConfigError.
+
+    Raises:
+        ConfigError: mlx-lm does not take the config.
+    """
     try:
-        return source.ModelArgs.from_dict(args.config)
-    except (TypeError, ValueError, KeyError, NotImplementedError) as error:
+        yield
+    except _FOREIGN as error:
         raise ConfigError(
             "mlx-lm does not take this config",
             where=f"config.json, read by {source.__name__}",
             found=f"{type(error).__name__}: {error}"[:300],
         ) from error
+
+
+def _arguments(source: Any, args: ModelArgs) -> Any:
+    """mlx-lm's arguments of a config, whose plain numbers and words are of the types that it declares.
+
+    Raises:
+        TypeError: one is not.
+        ValueError: a whole number is larger than any that a model has.
+    """
+    arguments = source.ModelArgs.from_dict(args.config)
+    for name, kind in get_type_hints(type(arguments)).items():
+        value = getattr(arguments, name)
+        kinds = get_args(kind) or (kind,)
+        wanted = (*kinds, int) if float in kinds else tuple(kinds)
+        if not set(kinds) <= {int, float, str, bool, NoneType}:
+            continue
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
+            raise TypeError(f"'{name}' is {value!r}"[:200])
+        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+            raise ValueError(f"'{name}' is {value}")
+    return arguments
 
 
 @functools.cache
