@@ -74,23 +74,6 @@ def address(array: mx.array) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Arrays that compiled code reads by address, and the addresses when they were read."""
-
-    arrays: tuple[mx.array, ...]
-    addresses: tuple[int, ...]
-
-    @classmethod
-    def of(cls, stacks: list[Stack]) -> _Held:
-        arrays = tuple(a for s in stacks for a in s.arrays())
-        return cls(arrays, tuple(map(address, arrays)))
-
-    def moved(self) -> bool:
-        """Whether one was changed in place since (MLX then puts it elsewhere, or frees the old place)."""
-        return tuple(map(address, self.arrays)) != self.addresses
-
-
 def _float32(array: mx.array | None) -> np.ndarray:
     """A small array as float32; empty for None."""
     if array is None:
@@ -130,7 +113,32 @@ def _plan(stack: Stack) -> _Plan:
         stack.weight.itemsize * stack.weight.shape[2],
         0 if stack.scales is None else stack.scales.itemsize * stack.scales.shape[2],
     ]
-    return _Plan(np.array(numbers, np.int64), (function, plane_scales, bias, factor))
+    # A second holder of what was copied above makes MLX put a change in place elsewhere, which is noticed.
+    copied = [a[...] for a in (stack.bias, stack.global_scale) if a is not None]
+    mx.eval(copied)
+    return _Plan(np.array(numbers, np.int64), (function, plane_scales, bias, factor, *copied))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where the arrays of one layer lie, as compiled code reads them."""
+
+    arrays: tuple[mx.array, ...]
+    addresses: tuple[int, ...]
+    gate: _Plan
+    up: _Plan
+    down: _Plan
+
+    @classmethod
+    def of(cls, experts: PackedExperts) -> _Layout:
+        arrays = tuple(a for s in experts.stacks() for a in s.arrays())
+        up, down = _plan(experts.up), _plan(experts.down)
+        gate = up if experts.gate is None else _plan(experts.gate)
+        return cls(arrays, tuple(map(address, arrays)), gate, up, down)
+
+    def moved(self) -> bool:
+        """Whether an array was changed in place and lies elsewhere since."""
+        return tuple(map(address, self.arrays)) != self.addresses
 
 
 @lru_cache(maxsize=64)
@@ -147,16 +155,12 @@ class FusedExperts:
     """One layer's experts, ready for one token at a time."""
 
     def __init__(self, experts: PackedExperts) -> None:
-        stacks = experts.stacks()
         self._experts = experts
-        self._held = _Held.of(stacks)
-        self._up, self._down = _plan(experts.up), _plan(experts.down)
-        self._gate = self._up if experts.gate is None else _plan(experts.gate)
-        self._activation = experts.activation
+        self._layout = _Layout.of(experts)
         self._function = _activation_function(experts.activation.name)
-        count = experts.up.weight.shape[0]
-        self._num_experts = count
-        self._bytes_per_expert = sum(a.nbytes for a in self._held.arrays) // count
+        self._constants = (np.float32(experts.activation.alpha), np.float32(experts.activation.limit))
+        self._num_experts = experts.up.weight.shape[0]
+        self._bytes_per_expert = sum(a.nbytes for a in self._layout.arrays) // self._num_experts
 
     def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array | Decline:
         """See ``FusedRun``; a Decline inside a function transformation, which has no values to read.
@@ -168,21 +172,21 @@ class FusedExperts:
         inputs = (x.astype(mx.float32), indices.astype(mx.uint32), weights.astype(mx.float32))
         if not evaluated(*inputs):
             return TRANSFORMED
-        if self._held.moved():
-            self.__init__(self._experts)  # type: ignore[misc]
-        row, chosen, shares = (np.array(a, copy=False).reshape(-1) for a in inputs)
+        layout = self._layout
+        if layout.moved():
+            layout = self._layout = _Layout.of(self._experts)
+        row, chosen, shares = (np.ascontiguousarray(np.array(a, copy=False)).reshape(-1) for a in inputs)
         out = _fresh(x.shape)
         driver = compiled()
         large = self._bytes_per_expert * chosen.size >= PARALLEL_FROM
         with _LOCK:
             bad = (driver.parallel if large else driver.serial)(
                 self._experts.gate is not None,
-                self._gate.numbers,
-                self._up.numbers,
-                self._down.numbers,
+                layout.gate.numbers,
+                layout.up.numbers,
+                layout.down.numbers,
                 self._function.address,
-                np.float32(self._activation.alpha),
-                np.float32(self._activation.limit),
+                *self._constants,
                 self._num_experts,
                 row,
                 chosen.view(np.int32),

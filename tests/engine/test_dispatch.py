@@ -162,14 +162,33 @@ def test_quantising_and_adapting_after_the_first_call_are_noticed(container, tok
     assert reasons(fresh_trace) == {("fused", "1", "cpu"): 2, ("gather", "1", "adapted"): 1}
 
 
-def test_weights_changed_in_place_are_read_anew(container, token, stored):
-    c, dispatch, call = container(stored=stored("affine", 4, 64)), ExpertDispatch("layers.0", SWIGLU), token()
-    mx.eval(dispatch(c, *call))
-    expert = call.indices[0, 0, 0].item()
-    c.down_proj.scales[expert] = 0
-    c.down_proj.biases[expert] = 0
-    truth = naive.experts_in_float32(pack.read(c, SWIGLU), *call)
-    assert relative_rms(dispatch(c, *call), truth) < 1e-5
+@pytest.mark.parametrize(
+    ("part", "leaves"),
+    [
+        ("down_proj", ("scales", "biases")),
+        ("up_proj", ("weight",)),
+        ("gate_proj", ("bias",)),
+        ("down_proj", ("bias",)),
+    ],
+)
+def test_weights_changed_in_place_are_read_anew(container, token, stored, part, leaves):
+    c = container(stored=stored("affine", 4, 64), bias=True)
+    dispatch, call = ExpertDispatch("layers.0", SWIGLU), token()
+    before = dispatch(c, *call)
+    mx.eval(before)
+    for leaf in leaves:
+        c[part][leaf][call.indices[0, 0, 0].item()] = 3
+    made = dispatch(c, *call)
+    assert relative_rms(made, before) > 1e-3
+    assert relative_rms(made, naive.experts_in_float32(pack.read(c, SWIGLU), *call)) < 1e-5
+
+
+def test_inputs_may_be_views_with_gaps(container, token, fresh_trace):
+    c, dispatch = container(), ExpertDispatch("layers.0", SWIGLU)
+    x, indices, weights = token()
+    wide = [mx.repeat(a, 2, axis=-1)[..., ::2] for a in (x, indices, weights)]
+    assert mx.array_equal(dispatch(c, *wide), dispatch(c, x, indices, weights))
+    assert fresh_trace.total("fused") == 2
 
 
 def test_replaced_weights_are_let_go(container, token):
