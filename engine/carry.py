@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_experts.engine.encodings import Decoded, decode_encodings
-from mlx_experts.engine.layout import Operation, Tensors, Tree, planes, put
+from mlx_experts.engine.layout import Operation, Tensors, Tree, planes, put, take
 from mlx_experts.engine.layout_experts import (
     ExpertStack,
     carry_experts,
@@ -238,10 +238,10 @@ class Carrier:
 
     def _tied_head(self, result: Carried, compare: bool) -> None:
         """Drop a redundant copy of a tied head, and refuse one that differs."""
-        names, head, sizes = self.plan.family.names, self.plan.head, self.plan.sizes
-        if not head.tied:
+        sizes = self.plan.sizes
+        if not self.plan.head.tied:
             return
-        base, embed = f"{self.wrapper}{head.path}.", f"{self.wrapper}{names.root}.{names.embed}."
+        base, embed = (f"{module}." for module in self._head_and_embedding())
         # A plugin's embedding holds the tokens' matrix somewhere inside.
         whole = (sizes.vocab_size, sizes.hidden_size)
         found = [n for n, shape in self.tree.shapes.items() if n.startswith(embed) and shape == whole]
@@ -262,9 +262,13 @@ class Carrier:
 
     def _borrowed_head(self, tensors: Tensors) -> None:
         """Give a head of its own, where the checkpoint has none, what the embedding has."""
-        names, head = self.plan.family.names, f"{self.wrapper}{self.plan.head.path}"
+        head, embedding = self._head_and_embedding()
         if self.plan.head.embedding_if_absent and not planes(tensors, head):
-            put(tensors, head, planes(tensors, f"{self.wrapper}{names.root}.{names.embed}"))
+            put(tensors, head, planes(tensors, embedding))
+
+    def _head_and_embedding(self) -> tuple[str, str]:
+        names = self.plan.family.names
+        return f"{self.wrapper}{self.plan.head.path}", f"{self.wrapper}{names.root}.{names.embed}"
 
     def _fill_lacking(self, result: Carried) -> None:
         """Zeros for parameters that a family declares some checkpoints lack, where all of them are absent."""
@@ -326,8 +330,15 @@ class Carrier:
         return result
 
     def written(self, tensors: Mapping[str, mx.array]) -> Tensors:
-        """The module tree's tensors as this package writes them: experts one by one where declared."""
+        """The module tree's tensors as this package writes them.
+
+        Experts stand one by one where that is declared; a head that is the embedding does not stand there.
+        """
         result = dict(tensors)
+        if self.plan.head.embedding_if_absent:
+            head, embedding = (planes(result, module) for module in self._head_and_embedding())
+            if head.keys() == embedding.keys() and all(_same(head[p], embedding[p], True) for p in head):
+                take(result, self._head_and_embedding()[0])
         if self.spec.save_as == "per_expert":
             layout = next(each for each in self.spec.experts if isinstance(each, PerExpert))
             for i in range(self.tree.num_layers):

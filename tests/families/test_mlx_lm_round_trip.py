@@ -81,7 +81,7 @@ NOT_ADOPTED = {"dbrx": "has no 'switch_mlp'", "ernie4_5_moe": "has no 'moe_stati
 NOT_ADOPTED |= dict.fromkeys(("gemma4", "gemma4_text"), "parts of the decoder layer")
 
 
-@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+@pytest.mark.parametrize("model_type", sorted(set(CONFIGS) - {"granitemoehybrid_dense"}))
 def test_adopting_a_four_bit_model_keeps_its_logits_and_runs_fused(model_type: str) -> None:
     config = config_of(model_type)
     model, _ = quantize_model(make_model(config), config, 32, 4)
