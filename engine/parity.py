@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -152,18 +153,17 @@ def against_arrays(folder: Path, reference: Path, families: tuple[Path, ...] = (
     Raises:
         RegistryError: the checkpoint or the file cannot be read.
     """
-    try:
-        with np.load(reference) as file:
-            arrays = {name: file[name] for name in file.files}
-        ids, want = mx.array(arrays["input_ids"]), arrays["logits"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            "the reference cannot be read",
-            where=str(reference),
-            expected="an .npz file with input_ids [B, L] and logits [B, L, vocabulary]",
-            found=f"{type(error).__name__}: {error}"[:200],
-        ) from error
+    arrays = _answers(reference)
+    ids, want = mx.array(arrays["input_ids"]), arrays["logits"]
     model, _ = load_model(folder, dtype="float32", families=families)
+    vocabulary = model.plan.sizes.vocab_size
+    if want.shape[-1] != vocabulary:
+        raise CheckpointError(
+            "the reference is of a model with another vocabulary",
+            where=str(reference),
+            expected=f"{vocabulary} logits a token",
+            found=str(want.shape[-1]),
+        )
     result = CheckpointParity(str(reference), _distance(model(ids), want))
     steps = arrays.get("greedy_ids")
     if steps is not None:
@@ -175,6 +175,41 @@ def against_arrays(folder: Path, reference: Path, families: tuple[Path, ...] = (
         result.decode, result.tokens = _distance(stacked, arrays["greedy_logits"]), steps.shape[1]
         _first_difference(result, stacked, arrays["greedy_logits"])
     return result
+
+
+def _answers(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file of saved answers, checked to belong together."""
+    try:
+        loaded = np.load(path)
+        arrays = (
+            {name: loaded[name] for name in loaded.files} if isinstance(loaded, np.lib.npyio.NpzFile) else {}
+        )
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise CheckpointError(
+            "the reference cannot be read",
+            where=str(path),
+            expected="an .npz file",
+            found=type(error).__name__,
+        ) from error
+    for ids, logits in (("input_ids", "logits"), ("greedy_ids", "greedy_logits")):
+        a, b = arrays.get(ids), arrays.get(logits)
+        if a is None and b is None and ids == "greedy_ids":
+            continue
+        whole = a is not None and a.size > 0 and np.issubdtype(a.dtype, np.integer)
+        if (
+            not whole
+            or b is None
+            or b.ndim != 3
+            or b.shape[:2] != a.shape
+            or not 0 <= a.min() <= a.max() < b.shape[2]
+        ):
+            raise CheckpointError(
+                "the reference holds no answers",
+                where=str(path),
+                expected=f"{ids} [B, L] below the vocabulary, and {logits} [B, L, vocabulary]",
+                found=", ".join(f"{name} {list(v.shape)}" for name, v in arrays.items()) or "nothing",
+            )
+    return arrays
 
 
 def _first_difference(result: CheckpointParity, got: np.ndarray, want: np.ndarray) -> None:

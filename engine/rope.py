@@ -50,8 +50,13 @@ class Rope(nn.Module):
                 found=plan.type,
             )
         self._frequencies = builder(plan, dims, head_dim or dims)
+        self._plan, self._made_dims, self._head_dim = plan, dims, head_dim
         if plan.type == "proportional":
             self.dims = head_dim or dims
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are built anew: the frequencies are functions, and there is nothing else."""
+        return type(self), (self._plan, self._made_dims, self._head_dim)
 
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         """``x`` [B, heads, L, head_dim] rotated by positions ``offset`` .. ``offset + L - 1``.

@@ -37,6 +37,8 @@ def draft(
             hint="make it first",
         )
     catalog = open_catalog(families)
+    for name in without or ():
+        catalog.path(name)
     from mlx_experts.engine.drafting import draft_family
     from mlx_experts.registry.hub import local_folder, remote_checkpoint
 

@@ -68,8 +68,22 @@ def generate(
         )
     text = sys.stdin.read() if prompt == "-" else prompt
     tokens = _tokens(tokenizer, text, system, raw)
+    known = loaded.plan.sizes.vocab_size
+    if max(tokens) >= known:
+        raise CheckpointError(
+            "the tokenizer knows tokens that the model does not",
+            where=model,
+            expected=f"ids below {known}",
+            found=str(max(tokens)),
+            hint="put the tokenizer of this very checkpoint beside its config.json",
+        )
     # Kernels are compiled or read from their cache at the first call, which is not the model's speed.
-    mx.eval(loaded(mx.array([tokens[:1]])))
+    if mx.isnan(loaded(mx.array([tokens[:1]]))).any().item():
+        raise CheckpointError(
+            "the model answers with NaN",
+            where=model,
+            hint="its tensors hold NaN or infinity, or the compute dtype is too narrow: try --dtype float32",
+        )
     counts.reset()
     pieces: list[str] = []
     last: Any = None

@@ -78,6 +78,21 @@ def _print(r: Inspection, parts: str) -> None:
     tensors += [("WRONG SHAPE", text) for text in r.misshapen[:8]]
     tensors += [("PROBLEM", text) for text in r.problems]
     print_table("tensors", ("state", "pattern"), tensors)
+    if r.weight_bytes:
+        _print_sizes(r)
+    if r.paths:
+        print_table(
+            "experts",
+            ("rows", "path", "layers", "because", "what would change it"),
+            [(p["rows"], p["path"], p["layers"], p["reason"], p["hint"]) for p in r.paths],
+        )
+    for notice in r.notices:
+        out.print(f"note: {notice}")
+    out.print("loads" if r.loadable else f"[bold]does not load[/bold]: {parts} do not fit")
+
+
+def _print_sizes(r: Inspection) -> None:
+    out = console()
     out.print(
         f"{_count(r.parameters)} parameters, {_count(r.active_parameters)} active a token, "
         f"{r.bits_per_weight} bits a weight as loaded ({r.dtype} compute)"
@@ -88,12 +103,3 @@ def _print(r: Inspection, parts: str) -> None:
         f"memory: weights {_size(r.weight_bytes)}, cache {_size(r.cache_bytes)} at {r.context} tokens, "
         f"of {_size(r.machine_bytes)} here: {'fits' if r.fits else 'DOES NOT FIT'}"
     )
-    if r.paths:
-        print_table(
-            "experts",
-            ("rows", "path", "layers", "because", "what would change it"),
-            [(p["rows"], p["path"], p["layers"], p["reason"], p["hint"]) for p in r.paths],
-        )
-    for notice in r.notices:
-        out.print(f"note: {notice}")
-    out.print("loads" if r.loadable else f"[bold]does not load[/bold]: {parts} do not fit")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_experts.registry.catalog import Catalog
 from mlx_experts.registry.cli import app, run
 
 CASES = Path(__file__).parent.parent.parent / "cases"
+DEMO = Path(str(files("mlx_experts").joinpath("demo")))
 CASE = str(CASES / "qwen3_moe" / "base" / "hub")
 MAIN = "from mlx_experts.registry.cli import main; main()"
 COMMANDS = sorted(command.name or "" for command in app.registered_commands)
@@ -70,6 +75,26 @@ def test_numbers_that_cannot_be_are_refused_before_loading(
     code, _, err = output(capsys, "generate", "./no/such/folder", "--prompt", "x", *arguments)
     assert code == 1
     assert arguments[0] in err
+
+
+def test_a_model_that_answers_with_nan_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(DEMO, tmp_path / "model")
+    file = str(tmp_path / "model" / "model.safetensors")
+    tensors = dict(mx.load(file))
+    tensors["model.norm.weight"] = mx.full((128,), float("nan"), mx.bfloat16)
+    mx.save_safetensors(file, tensors, {"format": "mlx"})
+    code, out, err = output(capsys, "generate", str(tmp_path / "model"), "--prompt", "A mixture")
+    assert (code, out) == (1, "")
+    assert "NaN" in err
+
+
+def test_a_tokenizer_of_another_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(CASE, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path / "model")
+    code, _, err = output(capsys, "generate", str(tmp_path / "model"), "--prompt", "A mixture of experts")
+    assert code == 1
+    assert "ids below 128" in err
 
 
 @pytest.mark.parametrize("command", ["inspect", "draft", "parity --checkpoint"])
@@ -210,7 +235,28 @@ def test_parity_with_a_file_that_is_none_is_your_error(
     (tmp_path / "x.npz").write_bytes(b"nothing")
     code, _, err = output(capsys, "parity", "--checkpoint", CASE, "--reference", str(tmp_path / "x.npz"))
     assert code == 1
-    assert "input_ids" in err
+    assert ".npz" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"logits": np.zeros((2, 3, 64), np.float32)}, "another vocabulary"),
+        ({"input_ids": np.full((2, 3), 500)}, "holds no answers"),
+        ({"input_ids": np.full((2, 3), -1)}, "holds no answers"),
+        ({"input_ids": np.zeros((2, 4), np.int64)}, "holds no answers"),
+        ({"input_ids": np.zeros((2, 3))}, "holds no answers"),
+        ({"greedy_ids": np.zeros((2, 3), np.int64)}, "holds no answers"),
+    ],
+)
+def test_parity_with_answers_that_do_not_fit_is_your_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    answers = {"input_ids": np.zeros((2, 3), np.int64), "logits": np.zeros((2, 3, 128), np.float32)}
+    np.savez(tmp_path / "x.npz", **(answers | change))
+    code, _, err = output(capsys, "parity", "--checkpoint", CASE, "--reference", str(tmp_path / "x.npz"))
+    assert code == 1
+    assert said in err
 
 
 def test_parity_of_nothing_is_your_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,6 +267,17 @@ def test_parity_of_a_family_keeps_every_bound(capsys: pytest.CaptureFixture[str]
     rows = as_json(capsys, "parity", "qwen3_moe")
     assert all(row["ok"] for row in rows)
     assert {row["path"] for row in rows} == {"fused", "gather"}
+
+
+def test_draft_without_a_family_that_is_none_is_your_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "draft", CASE, "--without", "mixtrall")[0] == 1
+
+
+def test_inspect_of_the_wrong_family_tells_no_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "inspect", str(DEMO), "--family", "mixtral")
+    assert code == 1
+    assert "does not load" in out
+    assert "memory" not in out
 
 
 def test_check_of_one_family_as_json(capsys: pytest.CaptureFixture[str]) -> None:
