@@ -177,7 +177,7 @@ class Router:
         chosen = scores if bias is None else scores.astype(mx.float32) + bias
         if spec.groups is not None:
             chosen = limit_to_groups(chosen, spec.groups)
-        indices = mx.argpartition(-chosen, kth=k - 1, axis=-1)[..., :k]
+        indices = mx.stop_gradient(mx.argpartition(-chosen, kth=k - 1, axis=-1)[..., :k])
         weights = mx.take_along_axis(scores, indices, axis=-1)
         return indices, weights if spec.order == "score_then_topk" else score(weights)
 
@@ -192,7 +192,8 @@ def limit_to_groups(scores: mx.array, spec: GroupsSpec) -> mx.array:
     group = mx.topk(grouped, best, axis=-1).sum(axis=-1) if best < size else grouped.sum(axis=-1)
     if spec.score == "max":
         group = grouped.max(axis=-1)
-    dropped = mx.argpartition(group, kth=spec.count - spec.keep - 1, axis=-1)[..., : spec.count - spec.keep]
+    count = spec.count - spec.keep
+    dropped = mx.stop_gradient(mx.argpartition(group, kth=count - 1, axis=-1)[..., :count])
     grouped = mx.put_along_axis(grouped, dropped[..., None], mx.array(-mx.inf, grouped.dtype), axis=-2)
     return grouped.flatten(-2)
 

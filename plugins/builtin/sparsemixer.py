@@ -52,7 +52,7 @@ def sparsemixer(*, logits: mx.array, top_k: int, options: Mapping[str, Any]) -> 
     left, indices, weights = logits, [], []
     for _ in range(top_k):
         best = left.max(axis=-1, keepdims=True)
-        index = mx.argmax(left, axis=-1, keepdims=True)
+        index = mx.stop_gradient(mx.argmax(left, axis=-1, keepdims=True))
         scale = mx.maximum(mx.abs(logits), best)
         close = mx.where((best - logits) / scale > gap, -mx.inf, left)
         weights.append(mx.take_along_axis(mx.softmax(close, axis=-1, precise=True), index, axis=-1))
