@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/registry generate api/demo --prompt "$(PROMPT)" --max-tokens 80 --temp 0 $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

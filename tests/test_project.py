@@ -64,13 +64,17 @@ def test_every_environment_variable_is_listed() -> None:
 
 
 def test_no_module_probes_or_swallows() -> None:
-    """No `hasattr`, and no broad `except` beyond the command line's outermost frame."""
+    """No `hasattr`, and no broad `except` beyond the command line's outermost frame.
+
+    The tokenizers library panics past ``Exception``, with a class that cannot be imported; what is not its own
+    is raised again.
+    """
     broad = []
     for path in MODULES:
         text = path.read_text(encoding="utf-8")
         assert "hasattr(" not in text, path
         broad += [path.name for _ in re.findall(r"^\s*except(?: (?:Base)?Exception\b.*)?:", text, re.M)]
-    assert broad == ["__init__.py"]
+    assert broad == ["loading.py", "loading.py", "__init__.py"]
 
 
 def test_carried_cases_stay_small() -> None:
