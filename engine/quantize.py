@@ -76,7 +76,7 @@ class Reader:
     def __init__(self, entry: Mapping[str, Any], places: Places) -> None:
         self.default = {k: entry[k] for k in _SCALARS if entry.get(k) is not None}
         self._overrides: dict[str, tuple[str, Any]] = {}
-        self._unused: set[str] = set()
+        self._unmatched: list[str] = []
         self._remarks: dict[str, list[str]] = {}
         self._as_declared = True
         for key, value in entry.items():
@@ -84,7 +84,8 @@ class Reader:
                 continue
             modules = places.modules(key)
             self._overrides.update((path, (key, value)) for path in modules)
-            self._unused.add(key)
+            if not modules:
+                self._unmatched.append(key)
 
     def read(self, path: str, module: nn.Module, tensors: Mapping[str, mx.array]) -> Format | None:
         """The format of one module, or None where its weight is stored in full precision.
@@ -93,7 +94,6 @@ class Reader:
             QuantizationError: the planes fit no format.
         """
         key, override = self._overrides.get(path, ("", None))
-        self._unused.discard(key)
         if f"{path}.scales" not in tensors:
             if isinstance(override, Mapping):
                 self._note("quantisation entries are ignored, because the tensors are not quantised", key)
@@ -137,7 +137,7 @@ class Reader:
     @property
     def as_declared(self) -> bool:
         """Whether the entry says exactly what the modules became."""
-        return self._as_declared and not self._unused
+        return self._as_declared and not self._unmatched
 
     def unpacked(self, path: str) -> None:
         """Take note that a module's planes were unpacked, so that the entry does not hold for it."""
@@ -150,8 +150,8 @@ class Reader:
     def remarks(self) -> list[str]:
         """What did not fit, one sentence for each kind, with the modules it is about."""
         rows = dict(self._remarks)
-        if self._unused:
-            rows["quantisation entries that match no module"] = sorted(self._unused)
+        if self._unmatched:
+            rows["quantisation entries that match no module"] = self._unmatched
         return [f"{remark}: {', '.join(collapse(names, 'modules'))}" for remark, names in rows.items()]
 
 

@@ -76,8 +76,10 @@ def test_the_sound_checkpoint_passes(command: tuple[str, ...], sound: Path, outc
         assert code == 0, printed
 
 
+# A command takes longer than a function; `--hypothesis-profile long` looks for new examples here too.
 EXAMPLES = settings(
-    max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=settings.default.max_examples * 3 // 4,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

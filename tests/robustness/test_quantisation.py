@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
@@ -257,7 +257,6 @@ VALUES = st.recursive(
 
 @pytest.mark.report("QNT-07")
 @given(declared=st.dictionaries(WORDS, VALUES, max_size=5), packed=st.booleans())
-@settings(max_examples=150)
 def test_any_declared_entry_is_read_or_refused(
     declared: Any, packed: bool, lab: Any, tmp_path_factory: Any
 ) -> None:
