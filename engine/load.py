@@ -11,10 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_experts.engine import policy
 from mlx_experts.engine.account import check_account
 from mlx_experts.engine.arrays import load_arrays, reading, stored_dtypes
 from mlx_experts.engine.build import build
 from mlx_experts.engine.described import Described
+from mlx_experts.engine.dispatch import current_device
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.model import ModelArgs
 from mlx_experts.engine.quantize import Format, Reader, quantize_modules, settings
@@ -78,6 +80,8 @@ def load_checkpoint(
         RegistryError: whatever is wrong with the checkpoint, its config, or an argument.
     """
     compute = compute_dtype(dtype)
+    # Settings that no layer could use are refused before anything is read.
+    policy.resolve(current_device(), fused)
     config = {**checkpoint.config, **(model_config or {})}
     known = catalog(*families)
     if isinstance(family, str):

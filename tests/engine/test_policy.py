@@ -1,8 +1,12 @@
 """The settings mean exactly what the documentation says."""
 
+from importlib.resources import files
+
 import pytest
 
+from mlx_experts.engine.load import load_checkpoint
 from mlx_experts.engine.policy import SWITCH, WIDTH_BOUND, TunedBound, resolve
+from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import SettingError
 
 
@@ -45,3 +49,10 @@ def test_the_bound_is_read_from_the_environment_before_the_tuned_one():
 def test_a_bound_that_cannot_be_read_is_an_error(text):
     with pytest.raises(SettingError, match=WIDTH_BOUND):
         resolve("cpu", environ={WIDTH_BOUND: text})
+
+
+def test_a_bound_that_is_no_number_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setenv(WIDTH_BOUND, "wide")
+    demo = Checkpoint.open(str(files("mlx_experts").joinpath("demo")))
+    with pytest.raises(SettingError, match=WIDTH_BOUND):
+        load_checkpoint(demo)
