@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from mlx_experts.engine.described import Described
 from mlx_experts.engine.load import LoadReport, Progress, load_checkpoint
 from mlx_experts.registry.checkpoint import Checkpoint
-from mlx_experts.registry.errors import CheckpointError
+from mlx_experts.registry.errors import CheckpointError, SettingError
 from mlx_experts.registry.headers import read_header
 from mlx_experts.registry.hub import resolve_path
 from mlx_experts.registry.jsontext import parse_object
@@ -85,15 +85,45 @@ def load_with_report(
     return load_checkpoint(Checkpoint.open(folder), **options)
 
 
+@overload
 def load(
     path_or_hf_repo: str | Path,
     tokenizer_config: Mapping[str, Any] | None = None,
     *,
+    return_config: Literal[False] = False,
+    **options: Any,
+) -> tuple[Described, TokenizerWrapper]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    *,
+    return_config: Literal[True],
+    **options: Any,
+) -> tuple[Described, TokenizerWrapper, dict[str, Any]]: ...
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    *,
+    return_config: bool = False,
     adapter_path: str | None = None,
     revision: str | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
-) -> tuple[Described, TokenizerWrapper]:
-    """Load a model and its tokenizer; the options are those of :func:`load_model`.
+) -> tuple[Any, ...]:
+    """Load a model and its tokenizer, as ``mlx_lm.load`` does; further options are :func:`load_model`'s.
+
+    Args:
+        path_or_hf_repo: a checkpoint folder, or a repository id.
+        tokenizer_config: settings of the tokenizer.
+        return_config: return the config as well.
+        adapter_path: a folder of adapters as mlx-lm writes them.
+        revision: a branch, tag or commit of the repository.
+        trust_remote_code: an argument of mlx-lm's; code of a checkpoint is never run here.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper, ready for ``generate`` and ``stream_generate``.
@@ -101,11 +131,14 @@ def load(
     Raises:
         RegistryError: whatever is wrong with the checkpoint or an argument.
     """
+    if trust_remote_code:
+        raise SettingError("code that a checkpoint carries is never run", found="trust_remote_code=True")
     folder = resolve_path(str(path_or_hf_repo), revision)
     model, config, _ = load_checkpoint(Checkpoint.open(folder), **options)
     if adapter_path is not None:
         put_adapters(model, Path(adapter_path))
-    return model, read_tokenizer(folder, config, tokenizer_config)
+    tokenizer = read_tokenizer(folder, config, tokenizer_config)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def put_adapters(model: Described, folder: Path) -> None:
