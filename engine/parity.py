@@ -195,14 +195,7 @@ def _answers(path: Path) -> dict[str, np.ndarray]:
         a, b = arrays.get(ids), arrays.get(logits)
         if a is None and b is None and ids == "greedy_ids":
             continue
-        whole = a is not None and a.size > 0 and np.issubdtype(a.dtype, np.integer)
-        if (
-            not whole
-            or b is None
-            or b.ndim != 3
-            or b.shape[:2] != a.shape
-            or not 0 <= a.min() <= a.max() < b.shape[2]
-        ):
+        if a is None or b is None or not _belong_together(a, b):
             raise CheckpointError(
                 "the reference holds no answers",
                 where=str(path),
@@ -210,6 +203,12 @@ def _answers(path: Path) -> dict[str, np.ndarray]:
                 found=", ".join(f"{name} {list(v.shape)}" for name, v in arrays.items()) or "nothing",
             )
     return arrays
+
+
+def _belong_together(ids: np.ndarray, logits: np.ndarray) -> bool:
+    if logits.ndim != 3 or logits.shape[:2] != ids.shape or not np.issubdtype(ids.dtype, np.integer):
+        return False
+    return ids.size > 0 and bool(0 <= ids.min() <= ids.max() < logits.shape[2])
 
 
 def _first_difference(result: CheckpointParity, got: np.ndarray, want: np.ndarray) -> None:
