@@ -206,6 +206,32 @@ def _default(info: Any) -> str:
     return plain(value) if value not in ((), {}) else "empty"
 
 
+_EXAMPLE = """\
+A whole plugin is one module and one entry in the `pyproject.toml` of its package:
+
+```python
+import mlx.core as mx
+from mlx_experts.plugins.hookspecs import hookimpl
+
+def even_shares(*, logits, top_k, options):
+    indices = mx.argpartition(-logits, kth=top_k - 1, axis=-1)[..., :top_k]
+    return indices, mx.full(indices.shape, 1.0 / top_k, dtype=mx.float32)
+
+@hookimpl
+def offer_router_selections():
+    return {"even_shares": even_shares}
+```
+
+```toml
+[project.entry-points.mlx_experts]
+my_pieces = "my_pieces"
+```
+
+Once the package is installed, `router: {select: even_shares}` in a family file means this function. The tests
+install [such a package](../tests/plugins/example_plugin), which brings a family file too.
+"""
+
+
 def hooks_page() -> str:
     """Each hook with its signature, its contract and the built-in pieces that fill it."""
     by_hook = {hook: kind for kind, hook in KINDS.items()}
@@ -214,15 +240,15 @@ def hooks_page() -> str:
         "A plugin is a module or object with functions marked `@hookimpl` (from "
         "`mlx_experts.plugins.hookspecs`), installed under the entry-point group `mlx_experts`. It takes "
         "only the arguments that it wants. Two plugins that offer the same name are an error naming both; a "
-        "plugin that means to replace another's piece wraps its builder in `Override`.\n"
+        "plugin that means to replace another's piece wraps its builder in `Override`.\n",
+        _EXAMPLE,
     ]
     for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
         if not name.startswith(("add_", "offer_")):
             continue
-        kind = f" (a {by_hook[name]})" if name in by_hook else ""
-        parts.append(
-            f"## `{name}{inspect.signature(function)}`{kind}\n\n{inspect.cleandoc(function.__doc__ or '')}\n"
-        )
+        returned = f" returns {by_hook[name]}s by name" if name in by_hook else ""
+        signature = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
+        parts.append(f"## `{name}{signature}`{returned}\n\n{inspect.cleandoc(function.__doc__ or '')}\n")
     return "\n".join(parts)
 
 
