@@ -7,6 +7,8 @@ a shared expert, per-head query and key norms, biased projections, and names of 
 from __future__ import annotations
 
 import json
+import shutil
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make(folder: Path, vocabulary: int) -> None:
-    """Write the checkpoint, and beside it answers.npz with what NumPy computes for a prompt."""
+    """Write the checkpoint with the demo's tokenizer, and beside it answers.npz with NumPy's logits."""
     config = {**CONFIG, "vocab_size": vocabulary}
     tensors = _tensors(config)
     folder.mkdir()
@@ -45,6 +47,8 @@ def make(folder: Path, vocabulary: int) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "pt"})
     ids = np.random.default_rng(1).integers(0, vocabulary, (2, 9))
     answers = np.stack([_forward(row, tensors, config) for row in ids])
+    for file in Path(str(files("mlx_experts").joinpath("demo"))).glob("token*"):
+        shutil.copy(file, folder)
     np.savez(folder.parent / "answers.npz", input_ids=ids, logits=answers.astype(np.float32))
 
 
@@ -146,3 +150,7 @@ def _forward(ids: np.ndarray, tensors: dict[str, np.ndarray], c: dict[str, Any])
         ff = f"{at}.feed_forward"
         x = x + (_swiglu(h, t, ff, ("w1", "w3", "w2")) if dense else _experts(h, t, ff, c))
     return _rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+
+
+if __name__ == "__main__":
+    make(Path("mystery"), 2048)

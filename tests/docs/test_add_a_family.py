@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import birch
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "add-a-family.md"
@@ -25,11 +21,7 @@ def squeezed(text: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the unknown checkpoint, its tokenizer and the original's answers."""
-    demo = ROOT / "api" / "demo"
-    vocabulary = 2048
-    birch.make(tmp_path / "mystery", vocabulary)
-    for file in demo.glob("token*"):
-        shutil.copy(file, tmp_path / "mystery")
+    subprocess.run([sys.executable, str(ROOT / "tests" / "docs" / "birch.py")], cwd=tmp_path, check=True)
     return tmp_path
 
 
