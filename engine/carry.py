@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_experts.engine.account import collapse
 from mlx_experts.engine.encodings import Decoded, decode_encodings
 from mlx_experts.engine.layout import Operation, Tensors, Tree, planes, put, take
 from mlx_experts.engine.layout_experts import (
@@ -206,6 +207,23 @@ class Carrier:
         for layer in by_layer.values():
             result.tensors.update(layer)
         return carried
+
+    def check_experts(self, tensors: Mapping[str, mx.array]) -> None:
+        """Every projection of every layer's experts must have a tensor.
+
+        Raises:
+            TensorError: naming those that have none.
+        """
+        stacks = (self.stack(i) for i in range(self.tree.num_layers))
+        modules = [s.module(leaf) for s in stacks if s is not None for leaf in range(len(s.leaves))]
+        wanted = [f"{module}.weight" for module in modules if f"{module}.weight" in self.tree.shapes]
+        absent = [name for name in wanted if name not in tensors]
+        if absent:
+            raise TensorError(
+                "experts are missing",
+                where=", ".join(collapse(absent)),
+                hint="get the missing files, or check that config.json belongs to these weights",
+            )
 
     def _strip(self, name: str) -> str:
         for prefix in self.spec.prefixes:

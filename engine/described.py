@@ -44,8 +44,14 @@ class Described(nn.Module):
         return []
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Carry a checkpoint's tensors to this model's parameter names."""
-        return self.carry(weights).tensors
+        """Carry a checkpoint's tensors to this model's parameter names.
+
+        Raises:
+            TensorError: as :meth:`carry` does, or experts are missing: a caller may load leniently.
+        """
+        tensors = self.carry(weights).tensors
+        self.carrier.check_experts(tensors)
+        return tensors
 
     def carry(self, weights: Mapping[str, mx.array], *, compare_values: bool = True) -> Carried:
         """As :meth:`sanitize`, with the account of what was dropped."""

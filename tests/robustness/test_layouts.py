@@ -9,7 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model as load_in_mlx_lm
 
+from mlx_experts import get_model_classes
 from mlx_experts.engine.dispatch import ExpertDispatch
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.layout_experts import own_fused_layout, uncarry_experts
@@ -116,6 +118,25 @@ def test_a_leaf_that_no_expert_has_is_named(lab: Any) -> None:
     disk = model.carrier.save(lab.parameters(model), 0)
     with pytest.raises(TensorError, match=r"w3\.weight is missing for 8 of 8 experts"):
         model.carry({n: v for n, v in disk.items() if ".w3." not in n})
+
+
+@pytest.mark.report("LAY-05")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_a_lenient_load_in_mlx_lm_is_strict_about_experts(name: str, lab: Any, tmp_path: Path) -> None:
+    """One expert lacks a matrix, or every layer lacks its stack of down projections."""
+    model, config = lab.tiny(name)
+    index = next(i for i, e in enumerate(model.carrier.spec.experts) if isinstance(e, PerExpert))
+    disk = model.carrier.save(lab.parameters(model), index)
+    one = next(n for n in disk if ".2." in n and n.endswith("weight") and "experts" in n)
+    stacked = lab.parameters(model)
+    down = tuple(model.carrier.stack(i).module(-1) for i in model.plan.moe_layers)
+    for view, lacking, what in (
+        ("one", {n: v for n, v in disk.items() if n != one}, "not complete"),
+        ("stacks", {n: v for n, v in stacked.items() if not n.startswith(down)}, "experts are missing"),
+    ):
+        folder = lab.write(tmp_path / view, lacking, config)
+        with pytest.raises(TensorError, match=what):
+            load_in_mlx_lm(folder, strict=False, get_model_classes=get_model_classes)
 
 
 @pytest.mark.report("LAY-06")
