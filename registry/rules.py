@@ -6,7 +6,7 @@ into one value per layer.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,7 +25,9 @@ class ListRule(Spec):
 
     kind: Literal["list"] = Field(description="A list with one entry for each layer.")
     key: str = Field(description="Config key of the list.")
-    value: Any = Field(True, description="Entries equal to this have experts; `true` matches truthy ones.")
+    value: AnyValue = Field(
+        True, description="Entries equal to this have experts; `true` matches truthy ones."
+    )
 
 
 class FirstDense(Spec):
@@ -93,6 +95,7 @@ class TypeList(Spec):
         None, description="Config values to the types used here; without it values are types."
     )
     empty_is_absent: bool = Field(False, description="A list without entries does not count as present.")
+    last: str | None = Field(None, description="Type of the last layer, whatever else the rule says of it.")
 
 
 class TypeLetters(Spec):
@@ -113,6 +116,7 @@ class TypePeriodic(Spec):
     is_: str = Field(alias="is", description="Type of the picked layers.")
     otherwise: str = Field(description="Type of the other layers.")
     tail: str | None = Field(None, description="Type of the layers of an incomplete last period.")
+    last: str | None = Field(None, description="Type of the last layer, whatever else the rule says of it.")
 
 
 class TypeIndices(Spec):
