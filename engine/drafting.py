@@ -113,6 +113,9 @@ def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str
             if base == claimed:
                 # Neighbours may explain the same tensors; the family that the config names comes first.
                 score -= 0.01
+            if catalog.load(base).extends is not None:
+                # All that such a base changes would have to be repeated in the draft.
+                score += 0.005
             if best is None or score < best[0]:
                 best = (score, base, change, seen, why)
     if best is None or best[0] == float("inf"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,14 @@ def test_an_unknown_family_keeps_the_names_of_its_config(tmp_path: Path) -> None
     draft = draft_family(Checkpoint.open(case / "hub"), without, ("olmoe",))
     assert draft.family == "olmoe_draft"
     assert any("already describes" in question for question in draft.questions)
+
+
+def test_a_base_that_extends_none_is_preferred_where_two_explain_as_much(tmp_path: Path) -> None:
+    """Everything that a derived base changes would stand in the draft, wanted or not."""
+    shutil.copytree(CASES / "qwen3_moe" / "base" / "hub", tmp_path / "hub")
+    config = json.loads((tmp_path / "hub" / "config.json").read_text())
+    config |= {"model_type": "unheard_of", "architectures": ["UnheardOf"]}
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
+    draft = draft_family(Checkpoint.open(tmp_path / "hub"), catalog())
+    assert draft.base == "qwen3_moe"
+    assert not {"variants", "layer_types", "layouts"} & set(draft.data)
