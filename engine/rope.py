@@ -160,7 +160,8 @@ def _yarn(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     p, original = plan.params, _original_length(plan)
     if plan.theta <= 1:
         raise ConfigError("YaRN needs a base above 1", where="config.json, rope_theta", found=str(plan.theta))
-    scale = plan.number("factor", (plan.max_positions or original) / original)
+    lengths = bool(p.get("original_max_position_embeddings") and plan.max_positions)
+    scale = plan.number("factor", (plan.max_positions or original) / original if lengths else None)
     factor = plan.number("attention_factor", 0.0)
     if not factor:
         mscale, all_dim = plan.number("mscale", 0.0), plan.number("mscale_all_dim", 0.0)

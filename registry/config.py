@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlx_experts.registry.errors import ConfigError
+
 
 class ConfigView:
     """A config.json seen through its nested text settings.
@@ -31,6 +33,19 @@ class ConfigView:
             if value is not None:
                 return value
         return None
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """The object under a dotted key, empty where it is absent or null.
+
+        Raises:
+            ConfigError: something else stands there.
+        """
+        value = self.get(key)
+        if value is None or isinstance(value, dict):
+            return value or {}
+        raise ConfigError(
+            f"'{key}' is not an object", where="config.json", expected="{ … } or null", found=repr(value)[:80]
+        )
 
     def is_null(self, key: str) -> bool:
         """Whether a dotted key is there and null."""

@@ -355,8 +355,7 @@ class Resolver:
 
     def _rope_object(self, name: str, layer_type: str) -> dict[str, Any]:
         """An object of rope parameters, or its entry for a layer type where it has one for each; else {}."""
-        value = self.view.get(name)
-        value = value if isinstance(value, dict) else {}
+        value = self.view.mapping(name)
         if any(isinstance(each, dict) for each in value.values()):
             value = value.get(layer_type)
         return value if isinstance(value, dict) else {}

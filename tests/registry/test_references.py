@@ -150,3 +150,12 @@ def test_all_layers_or_none_may_have_experts() -> None:
     rule = {"kind": "all", "enabled": {"from": "use_experts", "default": False}}
     assert moe_layers({"use_experts": True}, 2, rule) == [True, True]
     assert moe_layers({}, 2, rule) == [False, False]
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_parameters_that_are_no_object_are_refused(key: str) -> None:
+    spec = RopeSpec.model_validate({"style": "half", "theta": 1.0})
+    sizes = Sizes(64, 1, 8, 4, 4, 16, None, 1e-5, 64, 4, 2, 16)
+    resolver = Resolver("a_family", ConfigView({key: [1]}))
+    with pytest.raises(ConfigError, match=f"'{key}' is not an object"):
+        resolver.rope(spec, 0, "full_attention", sizes)
