@@ -5,6 +5,7 @@ The module tree, the layouts of checkpoints and the caches are mlx-lm's; a plan 
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -118,9 +119,9 @@ class Backbone(Described):
                 hint="load it on a Mac; mlx-lm, whose model it is, has no other kernels for it",
             )
         with _mlx_lm_reads(self.source):
-            arguments = _arguments(self.source, args)
-            super().__init__(arguments)
-            _put_together(self.source.Model(arguments))
+            super().__init__(_arguments(self.source, args))
+            # A copy, because a model may keep what its first call has made of its weights.
+            _put_together(copy.deepcopy(self))
         self._plan = args.plan
         self._originals = _Originals({})
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
@@ -179,11 +180,7 @@ class Backbone(Described):
 
 
 def _put_together(model: nn.Module) -> None:
-    """Make the graphs of two tokens and one more: sizes that do not fit one another show, and cost nothing.
-
-    Args:
-        model: one to be thrown away, because a model may keep what its first call has made of its weights.
-    """
+    """Make the graphs of two tokens and one more: sizes that do not fit show, and nothing is computed."""
     cache = make_prompt_cache(model)
     for length in (2, 1):
         model(mx.zeros((1, length), dtype=mx.int32), cache=cache)

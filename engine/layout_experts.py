@@ -177,7 +177,7 @@ def _faults(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tre
             faults.append(f"{source} is {'' if packed else 'not '}quantised")
         want = shape[:-1] if packed else shape
         got = got[:-1] if packed else got
-        if i == 0 and extra and got[0] > want[0]:
+        if i == 0 and extra and got[:1] > want[:1]:
             got = (want[0], *got[1:])
         if got != want:
             faults.append(f"{names['weight']} has shape {list(got)}, expected {list(want)}")

@@ -18,9 +18,11 @@ def place(parent: nn.Module, path: str, child: Any) -> Any:
         The child.
 
     Raises:
-        SpecError: something else stands there already.
+        SpecError: something else stands there already, or a part of the path is empty.
     """
     *parents, leaf = path.split(".")
+    if not leaf or not all(parents):
+        raise SpecError("a family file names a module by nothing", where=repr(path))
     for name in parents:
         if name not in parent:
             parent[name] = nn.Module()

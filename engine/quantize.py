@@ -164,6 +164,8 @@ def stored_format(planes: Mapping[str, mx.array | None], width: int) -> Format |
     weight, scales, biases = planes.get("weight"), planes.get("scales"), planes.get("biases")
     assert weight is not None
     assert scales is not None
+    if weight.ndim < 2 or scales.ndim < 2:
+        return None
     packed, groups = weight.shape[-1], scales.shape[-1]
     if weight.dtype != mx.uint32 or weight.shape[:-1] != scales.shape[:-1] or not groups or width % groups:
         return None

@@ -107,7 +107,7 @@ class Catalog:
         base_name = data.get("extends")
         if base_name is None:
             return data, lines, path
-        if base_name == name or base_name not in self.entries:
+        if not isinstance(base_name, str) or base_name == name or base_name not in self.entries:
             others = [other for other in self.entries if other != name]
             near = difflib.get_close_matches(str(base_name), others, n=1, cutoff=0.4)
             raise SpecError(

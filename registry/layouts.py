@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mlx_experts.registry.values import AnyValue, Spec
+from mlx_experts.registry.values import AnyValue, Options, Spec
 
 
 class PerExpert(Spec):
@@ -125,7 +125,7 @@ class PluginOp(Spec):
     op: Literal["plugin"] = Field(description="A plugin's layout operation.")
     name: str = Field(description="Name under which the plugin offers it.")
     source: str = Field(alias="from", description="Module path it applies to.")
-    options: dict[str, AnyValue] = Field({}, description="Options of the operation.")
+    options: Options = Field({}, description="Options of the operation.")
 
 
 LayoutOp = Annotated[

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mlx_experts.registry.values import AnyValue, Bool, Count, Num, Positive, Ref, Spec, Width
+from mlx_experts.registry.values import AnyValue, Bool, Count, Num, Options, Positive, Ref, Spec, Width
 
 if TYPE_CHECKING:
     RopeStyle = Literal["half", "interleaved"]
@@ -33,8 +33,8 @@ class RopeSpec(Spec):
         None, description="Layer types that rope scaling is restricted to; absent means all."
     )
     type: str | None = Field(None, description="Rope type that is used unless the config names one.")
-    options: dict[str, AnyValue] = Field({}, description="Further parameters of the rope type.")
-    when_absent: dict[str, AnyValue] = Field(
+    options: Options = Field({}, description="Further parameters of the rope type.")
+    when_absent: Options = Field(
         {}, description="Rope parameters where a config has neither `rope_parameters` nor `rope_scaling`."
     )
     enabled: Bool = Field(True, description="Whether positions are rotated at all.")
@@ -126,7 +126,7 @@ class PluginMixerSpec(Spec):
     kind: str = Field(description="The name under which a plugin offers the mixer.")
     path: str = Field("self_attn", description="Module path in the layer.")
     rope: RopeSpec | None = Field(None, description="Rotary embedding, for mixers that rotate.")
-    options: dict[str, AnyValue] = Field({}, description="Options of the mixer.")
+    options: Options = Field({}, description="Options of the mixer.")
 
 
 def _mixer_tag(value: Any) -> str:

@@ -18,18 +18,7 @@ from mlx_experts.registry.mixers import PluginMixerSpec as PluginMixerSpec
 from mlx_experts.registry.mixers import RopeSpec as RopeSpec
 from mlx_experts.registry.mixers import TemperatureSpec as TemperatureSpec
 from mlx_experts.registry.rules import LayerRule, TypeRule
-from mlx_experts.registry.values import (
-    RESOLVED,
-    AnyValue,
-    Bool,
-    Count,
-    Num,
-    Positive,
-    Ref,
-    Spec,
-    Str,
-    Width,
-)
+from mlx_experts.registry.values import RESOLVED, Bool, Count, Num, Options, Positive, Ref, Spec, Str, Width
 
 if TYPE_CHECKING:
     NormKind = Literal["rms", "layer", "layer_no_bias"]
@@ -76,7 +65,7 @@ class BlockSpec(Spec):
     parallel: bool = Field(False, description="Both branches read the first norm and are added together.")
     residual_multiplier: Num = Field(1.0, description="Factor on each branch before it is added.")
     kind: str = Field("standard", description="`standard`, or the name of a plugin's decoder layer.")
-    options: dict[str, AnyValue] = Field({}, description="Options of a plugin's decoder layer.")
+    options: Options = Field({}, description="Options of a plugin's decoder layer.")
 
 
 class NamesSpec(Spec):
@@ -101,7 +90,7 @@ class EmbeddingSpec(Spec):
 
     multiplier: Num | Literal["sqrt_hidden"] = Field(1.0, description="Factor on the embeddings.")
     kind: str = Field("standard", description="`standard`, or the name of a plugin's embedding.")
-    options: dict[str, AnyValue] = Field({}, description="Options of a plugin's embedding.")
+    options: Options = Field({}, description="Options of a plugin's embedding.")
     layer_inputs: LayerInputsSpec | None = Field(None, description="Further inputs of every layer.")
 
 
@@ -192,7 +181,7 @@ class RouterSpec(Spec):
     temperature: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
     select: str = Field("topk", description="`topk`, or the name of a plugin's selection.")
-    options: dict[str, AnyValue] = Field({}, description="Options of a plugin's selection.")
+    options: Options = Field({}, description="Options of a plugin's selection.")
     score: Str = Field(description="softmax, sigmoid or sqrtsoftplus.")
     score_dtype: Literal["float32", "logits"] = Field(
         "float32", description="Type the scores are computed in."

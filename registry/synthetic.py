@@ -13,6 +13,7 @@ from pydantic import StrictBool, StrictFloat, StrictInt
 
 from mlx_experts.registry import rules
 from mlx_experts.registry.catalog import mixers
+from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.schema import Family
 from mlx_experts.registry.values import Ref, Spec
 
@@ -70,6 +71,9 @@ def tiny_config(family: Family) -> dict[str, Any]:
 
     Returns:
         A config.json as a mapping; entries of the family's `example` section win.
+
+    Raises:
+        SpecError: the `example` section gives something else than layers for their number.
     """
     flat: dict[str, Any] = {}
     _put_all(flat, family.example)
@@ -78,7 +82,13 @@ def tiny_config(family: Family) -> dict[str, Any]:
         if isinstance(ref, Ref) and not _known(flat, ref):
             _put(flat, ref, value)
     stated = _first(flat, family.config.num_layers) or _SIZES["num_layers"]
-    _layer_rules(flat, family, len(stated) if isinstance(stated, list | str) else int(stated))
+    if not isinstance(stated, list | str | int):
+        raise SpecError(
+            "the example does not say how many layers there are",
+            where=f"{family.family}.yaml, example",
+            found=repr(stated)[:80],
+        )
+    _layer_rules(flat, family, stated if isinstance(stated, int) else len(stated))
     for _, field, ref, kind in _references(family):
         if not _known(flat, ref):
             value = _guess(field, ref, kind)
@@ -167,7 +177,7 @@ def _layer_rules(config: dict[str, Any], family: Family, layers: int) -> None:
 def _references(family: Family) -> Iterator[tuple[str, str, Ref, str]]:
     """Every reference outside the sizes: where it stands, its field, itself, and the type it gives."""
     for name in Family.model_fields:
-        if name not in ("config", "layer_types", "example"):
+        if name not in ("config", "layer_types", "example", "when"):
             yield from _walk(name, name, getattr(family, name), "any")
     for kind, mixer in mixers(family).items():
         if mixer is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -49,6 +50,21 @@ class Spec(BaseModel):
         return data
 
 
+def _references_are_sound(value: Any, info: ValidationInfo) -> Any:
+    """The value as it is, where every reference in it is one; what a config gave holds none."""
+    if info.context is not RESOLVED:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for each in inner:
+            _references_are_sound(each, info)
+        if isinstance(value, dict) and "from" in value:
+            Ref.model_validate(value)
+    return value
+
+
+Checked = Annotated[Any, BeforeValidator(_references_are_sound)]
+"""Anything, in which a mapping with the key `from` is a reference."""
+
+
 class Ref(Spec):
     """A reference to config.json: `{from: key}`, `{from: [key, older_key], default: value}`.
 
@@ -60,16 +76,16 @@ class Ref(Spec):
     keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         alias="from", min_length=1, description="Config keys, the first present one wins."
     )
-    default: Any = Field(
+    default: Checked = Field(
         None,
         description="The value, or another reference, when no key is present; not stated, a key is needed.",
     )
-    if_null: Any = Field(None, description="The value where a key is there and null, if not the default.")
+    if_null: Checked = Field(None, description="The value where a key is there and null, if not the default.")
     times: StrictInt | StrictFloat | None = Field(None, description="A number is multiplied by this.")
-    map: dict[str | bool | int, Any] | None = Field(
+    map: dict[str | bool | int, Checked] | None = Field(
         None, description="Config values to words or further references; a value not listed is refused."
     )
-    present: Any = Field(
+    present: Checked = Field(
         None, description="What any value that is present stands for (a value or a reference), where stated."
     )
     per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
@@ -103,14 +119,15 @@ if TYPE_CHECKING:
     Bool = bool
     Str = str
     AnyValue = Any
+    Options = dict[str, Any]
 else:
     Int = Ref | StrictInt
     Count = Ref | Annotated[StrictInt, Field(ge=0, lt=SIZE_BOUND)]
     Width = Ref | Annotated[StrictInt, Field(gt=0, lt=SIZE_BOUND)]
-    Num = Ref | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)]
-    Positive = (
-        Ref | Annotated[StrictInt, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
-    )
+    _WHOLE, _REAL = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)], Field(allow_inf_nan=False)
+    Num = Ref | _WHOLE | Annotated[StrictFloat, _REAL]
+    Positive = Ref | Annotated[_WHOLE, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0), _REAL]
     Bool = Ref | StrictBool
     Str = Ref | StrictStr
-    AnyValue = Any
+    AnyValue = Checked
+    Options = Annotated[dict[str, Checked], BeforeValidator(_references_are_sound)]

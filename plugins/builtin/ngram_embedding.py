@@ -18,7 +18,7 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import Plan
-from mlx_experts.registry.values import Int, Positive, Spec, Width
+from mlx_experts.registry.values import Count, Positive, Spec, Width
 
 
 class NgramOptions(Spec):
@@ -27,7 +27,7 @@ class NgramOptions(Spec):
     longest: Width = Field(description="Tokens of the longest n-gram, this token included.")
     tables: Width = Field(description="Tables for each n-gram length.")
     ratio: Positive = Field(description="Rows of a table, as a multiple of the vocabulary.")
-    boundary: Int | list[int] = Field(description="Tokens that no n-gram reaches across (end of a text).")
+    boundary: Count | list[Count] = Field(description="Tokens that no n-gram reaches across (end of a text).")
 
 
 class NgramEmbedding(nn.Module):

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from mlx_experts.registry import rules
 from mlx_experts.registry.catalog import Catalog
 from mlx_experts.registry.config import ConfigView
+from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.expand import expand_moe_layers, expand_types
 from mlx_experts.registry.resolve import Resolver, Sizes, resolve
 from mlx_experts.registry.schema import RopeSpec, RouterSpec
@@ -116,3 +117,70 @@ def test_selection_bias_cannot_stand_inside_a_linear_that_conversion_replaces() 
     RouterSpec.model_validate({**router, "form": "bare"})
     with pytest.raises(ValidationError, match="form: bare"):
         RouterSpec.model_validate({**router, "form": "linear"})
+
+
+def test_last_layer_may_have_a_type_of_its_own() -> None:
+    listed = {"kind": "list", "key": "kinds", "last": "full"}
+    adapter: Any = TypeAdapter(rules.TypeRule)
+    view = ConfigView({"kinds": ["near", "full", "near"]})
+    resolver = Resolver("a_family", view)
+    assert expand_types((adapter.validate_python(listed),), view, 3, resolver) == ["near", "full", "full"]
+    assert types({}, 4, {"kind": "periodic", "period": 3, "offset": 0, "last": "end"}) == [
+        "near",
+        "full",
+        "full",
+        "end",
+    ]
+
+
+def test_empty_list_of_types_counts_as_absent_only_where_that_is_declared() -> None:
+    view = ConfigView({"kinds": []})
+    adapter: Any = TypeAdapter(rules.TypeRule)
+    pattern = adapter.validate_python({"kind": "pattern", "types": ["full"]})
+    listed = {"kind": "list", "key": "kinds"}
+    resolver = Resolver("a_family", view)
+    lenient = adapter.validate_python({**listed, "empty_is_absent": True})
+    assert expand_types((lenient, pattern), view, 2, resolver) == ["full", "full"]
+    with pytest.raises(ConfigError, match="entry for every layer"):
+        expand_types((adapter.validate_python(listed), pattern), view, 2, resolver)
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "has_experts"),
+    [("jamba", 2, True), ("jamba", 1, False), ("granitemoehybrid", 1, True), ("granitemoehybrid", 0, False)],
+)
+def test_too_few_experts_make_a_layer_dense_where_the_family_says_so(
+    family: str, experts: int, has_experts: bool, catalog: Catalog
+) -> None:
+    found = catalog.load(family)
+    config = {
+        **tiny_config(found),
+        "num_experts": experts,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+    }
+    assert bool(resolve(found, config).moe_layers) == has_experts
+
+
+def test_layers_that_no_key_types_follow_the_original_default(catalog: Catalog) -> None:
+    family = catalog.load("kimi_linear")
+    config = {**tiny_config(family), "num_hidden_layers": 9}
+    for key in ("layer_types", "linear_attn_config"):
+        config.pop(key, None)
+    full = [layer.index for layer in resolve(family, config).layers if layer.type == "full_attention"]
+    assert full == [4, 8]
+
+
+def test_chunks_follow_the_layer_types_and_rotation_its_own_list(catalog: Catalog) -> None:
+    family = catalog.load("llama4_text")
+    stated = {"num_hidden_layers": 2, "no_rope_layers": [0, 1], "attention_chunk_size": 3}
+    config = {**tiny_config(family), **stated}
+    config.pop("layer_types", None)
+
+    def layers(**changes: Any) -> list[tuple[bool, int]]:
+        plan = resolve(family, {**config, **changes})
+        return [(layer.rope is not None, layer.mixer.chunk) for layer in plan.layers]
+
+    assert layers() == [(False, 0), (True, 3)]
+    assert layers(layer_types=["chunked_attention", "full_attention"]) == [(False, 3), (True, 0)]
+    assert layers(attention_chunk_size=None) == [(False, 0), (True, 0)]

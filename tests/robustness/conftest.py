@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,21 @@ class Lab:
     def blocks(self, model: Model) -> list[MoE]:
         """The Mixture-of-Experts blocks of a model."""
         return [module for module in model.modules() if isinstance(module, MoE)]
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Fail where the body takes longer, in the main thread of a process that has alarms."""
+
+        def late(number: int, frame: Any) -> None:
+            pytest.fail(f"it took more than {seconds} s")
+
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def parameters(self, model: Model) -> Tensors:
         return dict(tree_flatten(model.parameters()))
