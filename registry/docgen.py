@@ -213,9 +213,11 @@ A whole plugin is one module and one entry in the `pyproject.toml` of its packag
 import mlx.core as mx
 from mlx_experts.plugins.hookspecs import hookimpl
 
+
 def even_shares(*, logits, top_k, options):
     indices = mx.argpartition(-logits, kth=top_k - 1, axis=-1)[..., :top_k]
     return indices, mx.full(indices.shape, 1.0 / top_k, dtype=mx.float32)
+
 
 @hookimpl
 def offer_router_selections():

@@ -356,9 +356,10 @@ class Resolver:
     def _rope_object(self, name: str, layer_type: str) -> dict[str, Any]:
         """An object of rope parameters, or its entry for a layer type where it has one for each; else {}."""
         value = self.view.mapping(name)
-        if any(isinstance(each, dict) for each in value.values()):
-            value = value.get(layer_type)
-        return value if isinstance(value, dict) else {}
+        if not any(isinstance(each, dict) for each in value.values()):
+            return value
+        entry = value.get(layer_type)
+        return entry if isinstance(entry, dict) else {}
 
 
 def _ordinary(key: str, value: Any) -> Any:

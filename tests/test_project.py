@@ -66,8 +66,8 @@ def test_every_environment_variable_is_listed() -> None:
 def test_no_module_probes_or_swallows() -> None:
     """No `hasattr`, and no broad `except` beyond the command line's outermost frame.
 
-    The tokenizers library panics past ``Exception``, with a class that cannot be imported; what is not its own
-    is raised again.
+    The tokenizers library panics past ``Exception``, with a class that cannot be imported; others
+    are raised again.
     """
     broad = []
     for path in MODULES:

@@ -165,7 +165,7 @@ def test_too_few_experts_make_a_layer_dense_where_the_family_says_so(
 def test_layers_that_no_key_types_follow_the_original_default(catalog: Catalog) -> None:
     family = catalog.load("kimi_linear")
     config = {**tiny_config(family), "num_hidden_layers": 9}
-    for key in ("layer_types", "linear_attn_config"):
+    for key in ("layer_types", "mlp_layer_types", "linear_attn_config"):
         config.pop(key, None)
     full = [layer.index for layer in resolve(family, config).layers if layer.type == "full_attention"]
     assert full == [4, 8]
@@ -174,7 +174,7 @@ def test_layers_that_no_key_types_follow_the_original_default(catalog: Catalog) 
 def test_chunks_follow_the_layer_types_and_rotation_its_own_list(catalog: Catalog) -> None:
     family = catalog.load("llama4_text")
     stated = {"num_hidden_layers": 2, "no_rope_layers": [0, 1], "attention_chunk_size": 3}
-    config = {**tiny_config(family), **stated}
+    config = {**tiny_config(family)["text_config"], **stated}
     config.pop("layer_types", None)
 
     def layers(**changes: Any) -> list[tuple[bool, int]]:
