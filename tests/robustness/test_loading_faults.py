@@ -1,0 +1,107 @@
+"""Files that go or shrink, and people who interrupt: one clear message, and a second try works."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_experts.engine.loading import load_model
+from mlx_experts.registry.cli import progress, run
+from mlx_experts.registry.errors import CheckpointError
+
+FAMILIES = ("qwen3_moe", "deepseek_v3", "dbrx", "qwen3_next")
+
+
+def sharded(lab: Any, name: str, folder: Path) -> tuple[Path, dict[str, mx.array]]:
+    """A family's tiny checkpoint in three files."""
+    model, config = lab.tiny(name)
+    tensors = lab.parameters(model)
+    lab.write(folder, {}, config)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for i in range(3):
+        part = {n: tensors[n] for n in names[i::3]}
+        mx.save_safetensors(str(folder / f"model-0000{i + 1}-of-00003.safetensors"), part)
+    return folder, tensors
+
+
+def gone(path: Path) -> None:
+    path.rename(path.with_suffix(".kept"))
+
+
+def cut(path: Path) -> None:
+    path.with_suffix(".kept").write_bytes(path.read_bytes())
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def put_back(path: Path) -> None:
+    path.with_suffix(".kept").replace(path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("fault", [gone, cut])
+@pytest.mark.parametrize("shard", [2, 3])
+def test_a_shard_that_goes_or_shrinks_between_two_shards_is_named_and_a_second_try_works(
+    name: str, fault: Any, shard: int, lab: Any, tmp_path: Path
+) -> None:
+    folder, tensors = sharded(lab, name, tmp_path)
+    path = folder / f"model-0000{shard}-of-00003.safetensors"
+
+    def after_the_first(done: int, total: int, file: str) -> None:
+        if done == 1:
+            fault(path)
+
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, progress=after_the_first)
+    assert str(path) in caught.value.where
+    put_back(path)
+    model, _ = load_model(folder, dtype="float32")
+    assert lab.same(lab.parameters(model), tensors) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_shard_that_is_cut_after_all_were_opened_is_named_and_a_second_try_works(
+    name: str, lab: Any, tmp_path: Path
+) -> None:
+    """MLX reads tensors when they are first needed, which is after the last shard was opened."""
+    folder, tensors = sharded(lab, name, tmp_path)
+    path = folder / "model-00002-of-00003.safetensors"
+
+    def after_the_last(done: int, total: int, file: str) -> None:
+        if done == total:
+            cut(path)
+
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, progress=after_the_last)
+    assert str(path) in caught.value.where
+    put_back(path)
+    model, _ = load_model(folder, dtype="float32")
+    assert lab.same(lab.parameters(model), tensors) == []
+
+
+def test_an_interrupted_load_says_so_and_a_second_try_works(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, tensors = sharded(lab, "qwen3_moe", tmp_path)
+    before = sorted(tmp_path.iterdir())
+
+    @contextmanager
+    def interrupting(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+        yield lambda done, total, file: os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(progress, "shard_progress", interrupting)
+    assert run(["generate", str(folder), "--prompt", "w1"]) == 130
+    said = capsys.readouterr().err
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert sorted(tmp_path.iterdir()) == before
+    model, _ = load_model(folder, dtype="float32")
+    assert lab.same(lab.parameters(model), tensors) == []
