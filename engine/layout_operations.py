@@ -103,7 +103,7 @@ class SplitOperation:
                 continue
             found = take(tensors, module)
             for plane, value in found.items():
-                if self.channels:
+                if self.channels and value.ndim:
                     parts = mx.split(value, len(targets), axis=0)
                     for target, part in zip(targets, parts, strict=True):
                         put(tensors, target, {plane: mx.contiguous(part)})
@@ -118,7 +118,7 @@ class SplitOperation:
         axis, count = rows_axis(plane, value), len(sizes)
         if plane == "global_scale":
             return [value] * count
-        if value.shape[axis] != sum(sizes):
+        if value.ndim == 0 or value.shape[axis] != sum(sizes):
             raise TensorError(
                 "a fused tensor does not have the rows of its parts",
                 where=name_of(module, plane),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, overload
 
 import mlx.nn as nn
@@ -253,5 +254,9 @@ def save_model(folder: str | Path, model: Described, config: Mapping[str, Any]) 
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    save_mlx_lm_model(path, _Written(model), donate_model=False)
-    save_config(dict(config), config_path=path / "config.json")
+    # Nothing half-written stands under its own name, whatever interrupts.
+    with TemporaryDirectory(prefix=".writing-", dir=path) as part:
+        save_mlx_lm_model(Path(part), _Written(model), donate_model=False)
+        save_config(dict(config), config_path=Path(part) / "config.json")
+        for file in sorted(Path(part).iterdir(), reverse=True):
+            file.replace(path / file.name)

@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.loading import load_model
+from mlx_experts.engine.loading import load_model, save_model
 from mlx_experts.registry.cli import progress, run
-from mlx_experts.registry.errors import CheckpointError
+from mlx_experts.registry.errors import CheckpointError, RegistryError
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "dbrx", "qwen3_next")
 
@@ -105,3 +105,27 @@ def test_an_interrupted_load_says_so_and_a_second_try_works(
     assert sorted(tmp_path.iterdir()) == before
     model, _ = load_model(folder, dtype="float32")
     assert lab.same(lab.parameters(model), tensors) == []
+
+
+def test_an_interrupted_save_leaves_what_was_there(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = lab.tiny("qwen3_moe")
+    save_model(tmp_path, model, config)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_experts.engine.loading.save_config", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(tmp_path, model, config)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_scalar_in_place_of_a_fused_tensor_is_named(lab: Any, tmp_path: Path) -> None:
+    model, config = lab.tiny("sarvam_moe")
+    tensors = {n: v for n, v in lab.parameters(model).items() if "layers.0.self_attn." not in n}
+    tensors["model.layers.0.attention.query_key_value.weight"] = mx.array(1.0)
+    with pytest.raises(RegistryError, match="query_key_value"):
+        load_model(str(lab.write(tmp_path, tensors, config)))
