@@ -14,6 +14,9 @@ import typer
 from mlx_experts.registry.cli.common import Families, Json, console, print_table
 from mlx_experts.registry.errors import CheckpointError, SettingError
 
+# What a chat template is made of; none of them can be told guilty alone.
+_TOKENIZER = "chat_template.jinja, tokenizer_config.json, special_tokens_map.json or tokenizer.json"
+
 
 def generate(
     model: Annotated[str, typer.Argument(help="Checkpoint folder or Hugging Face repository id.")],
@@ -130,16 +133,12 @@ def _tokens(tokenizer: Any, text: str, system: str | None, raw: bool) -> list[in
         except (TemplateError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "the chat template cannot be used",
-                where="chat_template.jinja or tokenizer_config.json",
+                where=_TOKENIZER,
                 found=f"{type(error).__name__}: {error}"[:300],
                 hint="--raw continues the prompt without a template",
             ) from error
-        if text and not tokens:
-            raise CheckpointError(
-                "the chat template leaves nothing of the prompt",
-                where="chat_template.jinja or tokenizer_config.json",
-                hint="--raw continues the prompt without a template",
-            )
+    if text and not tokens:
+        raise CheckpointError("the tokenizer leaves nothing of the prompt", where=_TOKENIZER)
     if not tokens:
         raise SettingError("the prompt is empty", hint="give at least one character")
     return list(tokens)
