@@ -2,7 +2,7 @@
 
     pip install torch==2.13.0 transformers==5.24.0 safetensors numpy pyyaml
     python scripts/make_case.py flex_olmo/base
-    python scripts/make_case.py --recipes mine.yaml --out /tmp/cases
+    python scripts/make_case.py --recipes mine.yaml --out cases
 
 The first line is for a virtual environment of its own; the package needs none of it. Without names, every
 recipe of the file is made.
