@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_experts.registry.phrases import differing
 from mlx_experts.registry.schema import Family
 from mlx_experts.registry.values import Ref, Spec
 
@@ -101,9 +102,10 @@ def _summary(section: str, side: dict[str, str]) -> str:
 
 
 def sentence(a: Family, b: Family) -> str:
-    """`b` said by its difference from `a`, for people."""
+    """`b` said by its difference from `a`, for people: what sets it apart in words, then key by key."""
     rows = difference(a, b)
     if not rows:
         return f"{b.family} is the same as {a.family}"
+    apart = ", ".join(differing(a, b)) or "what the keys below say"
     told = [f"{key}: {right} (there {left})" for key, left, right in rows]
-    return f"{b.family} is the same as {a.family} except:\n  " + "\n  ".join(told)
+    return f"{b.family} is the same as {a.family} except: {apart}\n\nkey by key\n  " + "\n  ".join(told)

@@ -180,9 +180,32 @@ def test_schema_is_a_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
 def test_diff_says_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output(capsys, "diff", "qwen3_moe", "glm4_moe")
     assert code == 0
-    assert "sigmoid" in out
+    first = out.splitlines()[0]
+    assert first.startswith("glm4_moe is the same as qwen3_moe except: ")
+    for words in ("sigmoid scores", "selection bias", "one shared expert", "first layer dense"):
+        assert words in first
     rows = as_json(capsys, "diff", "qwen3_moe", "glm4_moe")
     assert any(row["key"] == "moe.router.score" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("deepseek_v3", "latent attention, | 8 groups keep 4, | weights times 2.5, | first 3 layers dense"),
+        ("gpt_oss", "biases on query, key and value and output, | sliding windows, | attention sinks, "),
+        ("phimoe", "sparsemixer selection, | every layer sparse"),
+    ],
+)
+def test_diff_speaks_of_what_sets_a_family_apart(
+    family: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = output(capsys, "diff", "qwen3_moe", family)
+    assert [each for each in words.split("| ") if each not in out.splitlines()[0]] == []
+
+
+def test_diff_can_say_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in Catalog().names():
+        assert output(capsys, "diff", "mixtral", name)[0] == 0
 
 
 def test_diff_of_a_family_with_itself_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
