@@ -7,9 +7,11 @@ path and counts the call; it reads no environment and no file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,6 +41,26 @@ def current_device() -> Device:
     return "cpu" if mx.default_device().type == mx.DeviceType.cpu else _gpu()
 
 
+class Beside(NamedTuple):
+    """A shared expert that stands beside the routed ones.
+
+    Args:
+        parts: its projections, as ``MLP.projections`` names them.
+        activation: between them.
+        gate: the layer of one output whose sigmoid weighs it, or None.
+        add: adds it to the routed experts' output, where the kernel does not.
+    """
+
+    parts: dict[str, nn.Module]
+    activation: Activation
+    gate: nn.Module | None
+    add: Callable[[mx.array], mx.array]
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Every module that a decision depends on."""
+        return (*self.parts.values(), *(() if self.gate is None else (self.gate,)))
+
+
 @dataclass(frozen=True, eq=False)
 class _Decision:
     """What one kind of call does."""
@@ -46,6 +68,20 @@ class _Decision:
     run: FusedRun | None
     key: TraceKey
     note: str
+    adds_shared: bool = False
+
+
+def _shared(
+    facts: ExpertFacts, asked: Policy, beside: Beside, dtype: mx.Dtype
+) -> pack.PackedShared | Decline:
+    """The shared expert for the kernel that takes these facts, or why it is added apart."""
+    packed = pack.read_shared(beside.parts, beside.activation, beside.gate)
+    read = None if packed is None else pack.shared_facts(packed, dtype=dtype, device=facts.device)
+    verdict = gates.judge_shared(facts, read, asked)
+    if isinstance(verdict, Decline):
+        return verdict
+    assert packed is not None
+    return packed
 
 
 class ExpertDispatch:
@@ -68,14 +104,22 @@ class ExpertDispatch:
     def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
         return type(self), (self.layer, self.activation, self.fused)
 
-    def __call__(self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
-        """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
+    def __call__(
+        self,
+        container: nn.Module,
+        x: mx.array,
+        indices: mx.array,
+        weights: mx.array,
+        beside: Beside | None = None,
+    ) -> mx.array:
+        """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row, and the shared expert if any.
 
         Args:
             container: an expert container of mlx-lm (``gate_proj, up_proj, down_proj`` or ``fc1, fc2``).
             x: ``[..., H]``.
             indices: ``[..., K]`` integers below E, in any order.
             weights: ``[..., K]`` float32.
+            beside: the shared expert, added in the same launches where they can.
 
         Returns:
             ``[..., H]`` in the dtype of ``x``: summed in float32 and rounded once.
@@ -86,24 +130,34 @@ class ExpertDispatch:
         rows = prod(x.shape[:-1])
         device = current_device()
         kind = (rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
+        others = () if beside is None else beside.modules()
         seen = self._seen
-        if seen is None or not seen.holds(container):
-            seen = self._seen = pack.Snapshot.of(container)
+        if seen is None or not seen.holds(container, others):
+            seen = self._seen = pack.Snapshot.of(container, others)
             self._decisions = {}
         decision = self._decisions.get(kind)
         if decision is None:
-            decision = self._decide(container, x, rows, indices.shape[-1], device)
+            decision = self._decide(container, x, rows, indices.shape[-1], device, beside)
             self._decisions[kind] = decision
         if decision.run is not None:
             y = decision.run(x, indices, weights)
             if not isinstance(y, Decline):
-                trace.add(decision.key)
-                return y
+                trace.add(decision.key, decision.note)
+                return y if beside is None or decision.adds_shared else beside.add(y)
             decision = self._gathered(rows, y)
         trace.add(decision.key, decision.note)
-        return gather.experts(container, self.activation, x, indices, weights)
+        y = gather.experts(container, self.activation, x, indices, weights)
+        return y if beside is None else beside.add(y)
 
-    def _decide(self, container: nn.Module, x: mx.array, rows: int, top_k: int, device: Device) -> _Decision:
+    def _decide(
+        self,
+        container: nn.Module,
+        x: mx.array,
+        rows: int,
+        top_k: int,
+        device: Device,
+        beside: Beside | None,
+    ) -> _Decision:
         experts = pack.read(container, self.activation)
         facts = pack.facts_of(
             experts,
@@ -118,15 +172,26 @@ class ExpertDispatch:
         offered = self._offered(facts, asked, experts, container, x)
         if offered is not None:
             return offered
-        verdict: Verdict | FusedRun = gates.judge(facts, asked)
+        verdict: Verdict = gates.judge(facts, asked)
         if isinstance(verdict, Accept):
             assert experts is not None  # an adapted container is declined
             kernel = fused_kernel(device)
+            shared = None if beside is None else _shared(facts, asked, beside, x.dtype)
+            if isinstance(shared, pack.PackedShared):
+                experts = replace(experts, shared=shared)
+                shared_facts = pack.shared_facts(shared, dtype=x.dtype, device=device)
+                facts = replace(facts, shared=shared_facts)
             run = kernel.unavailable() or kernel.prepare(experts, x.dtype)
-            verdict = run if isinstance(run, Decline) else probe.trusted(device, run, facts, container, x)
-        if isinstance(verdict, Decline):
-            return self._gathered(rows, verdict)
-        return _Decision(verdict, TraceKey(self.layer, "fused", rows_label(rows), device), "")
+            if not isinstance(run, Decline):
+                run = probe.trusted(device, run, facts, container, x, experts.shared)
+            if not isinstance(run, Decline):
+                key = TraceKey(self.layer, "fused", rows_label(rows), device)
+                if isinstance(shared, Decline):
+                    return _Decision(run, key, f"the shared expert apart, {shared}. {shared.hint}")
+                note = "" if shared is None else "with the shared expert"
+                return _Decision(run, key, note, adds_shared=shared is not None)
+            verdict = run
+        return self._gathered(rows, verdict)
 
     def _offered(
         self,

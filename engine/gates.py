@@ -8,11 +8,20 @@ row of ``LIMITS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from mlx_experts.engine.activations import ExpertActivation, names
 from mlx_experts.engine.activations import lookup as lookup_activation
-from mlx_experts.engine.kernels.facts import Accept, Decline, Device, ExpertFacts, Projection, Verdict
+from mlx_experts.engine.kernels.facts import (
+    Accept,
+    Decline,
+    Device,
+    ExpertFacts,
+    Projection,
+    SharedFacts,
+    Verdict,
+)
 from mlx_experts.engine.policy import SWITCH, WIDTH_BOUND, Policy
 
 MAX_TOP_K = 32
@@ -28,12 +37,15 @@ class Limits:
         groups: the group sizes by format.
         multiple: H and F must be multiples of this (and of the group, when quantised).
         form: which form of the activation the kernel needs: ``scalar`` or ``c``.
+        shared: what storage a shared expert may have to be added by the same launches: ``any`` that the
+            kernel takes, the ``same`` as the routed experts', or ``none``.
     """
 
     bits: Mapping[str, frozenset[int]]
     groups: Mapping[str, frozenset[int]]
     multiple: int
     form: str
+    shared: Literal["any", "same", "none"]
     dtypes: frozenset[str] = field(default=_FLOATS)
 
 
@@ -53,9 +65,10 @@ _GROUPS = {
 }
 
 LIMITS: Mapping[Device, Limits] = {
-    "cpu": Limits(_BITS, _GROUPS, multiple=1, form="scalar"),
-    "cuda": Limits(_BITS, _GROUPS, multiple=32, form="c"),
-    "metal": Limits(_BITS, _GROUPS, multiple=32, form="c"),
+    "cpu": Limits(_BITS, _GROUPS, multiple=1, form="scalar", shared="any"),
+    "cuda": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="same"),
+    # No Metal device has measured whether it pays.
+    "metal": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="none"),
 }
 
 Rule = Callable[[ExpertFacts, Policy, Limits], Decline | None]
@@ -251,6 +264,49 @@ def judge(facts: ExpertFacts, policy: Policy) -> Verdict:
         if objection is not None:
             return objection
     return Accept(facts.device)
+
+
+def judge_shared(facts: ExpertFacts, shared: SharedFacts | None, policy: Policy) -> Verdict:
+    """May the launches of accepted facts add the shared expert too?
+
+    Args:
+        shared: None when its projections are not MLX's own.
+    """
+    limits = LIMITS[facts.device]
+    if limits.shared == "none":
+        return _beside("a measured gain", f"none on {facts.device}", "It runs on its own.")
+    if shared is None:
+        return _beside("plain projections", "wrapped projections", "Fuse the adapter into the weights first.")
+    expert = shared.expert
+    if expert.activation != facts.activation:
+        return _beside(str(facts.activation), str(expert.activation), "It runs on its own.")
+    if expert.input_width != facts.input_width:
+        return _beside(f"H = {facts.input_width}", f"H = {expert.input_width}", "It runs on its own.")
+    # The bound says where routed experts cease to gain; alone a shared expert is never the reason to decline.
+    alone = judge(expert, replace(policy, max_width=None))
+    if isinstance(alone, Decline):
+        return alone
+    if shared.gate is not None:
+        if (shared.gate.rows, shared.gate.cols) != (1, facts.input_width):
+            wanted, got = f"a gate of {(1, facts.input_width)}", f"{(shared.gate.rows, shared.gate.cols)}"
+            return _beside(wanted, got, "It runs on its own.")
+        as_expert = replace(expert, gate=None, up=shared.gate, down=shared.gate)
+        for rule in (_format, _group_size, _scale_dtype, _global_scale, _widths):
+            objection = rule(as_expert, policy, limits)
+            if objection is not None:
+                return objection
+    stored, routed = [_storage(f) for f in (expert, facts)]
+    if limits.shared == "same" and stored != routed:
+        return _beside(f"the experts' storage {routed}", f"{stored}", "Quantise both alike.")
+    return Accept(facts.device)
+
+
+def _beside(wanted: str, got: str, hint: str) -> Decline:
+    return Decline("shared", wanted, got, hint)
+
+
+def _storage(facts: ExpertFacts) -> list[tuple[str, int, int, str, bool, bool]]:
+    return [(p.format, p.bits, p.group_size, p.dtype, p.bias, p.global_scale) for _, p in _projections(facts)]
 
 
 def _listed(values: Mapping[str, object] | frozenset[str] | frozenset[int]) -> str:

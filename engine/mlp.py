@@ -54,6 +54,18 @@ class MLP(nn.Module):
             place(self, up, nn.Linear(dims, width, bias=bias))
         place(self, down, nn.Linear(width, dims, bias=bias))
 
+    @property
+    def activation(self) -> Activation:
+        """The activation between the projections."""
+        return self._activation
+
+    def projections(self) -> dict[str, nn.Module]:
+        """The projections as they are now: ``gate`` (when gated) and ``up``, or ``gate_up``, and ``down``."""
+        gate, up, down = self._names
+        first = {"gate_up": gate} if self._fused else {"gate": gate} if self._activation.gated else {}
+        paths = first if self._fused else {**first, "up": up}
+        return {part: find(self, path) for part, path in {**paths, "down": down}.items()}
+
     def __call__(self, x: mx.array) -> mx.array:
         gate_name, up_name, down_name = self._names
         gate = None

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import sum_gradients
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlx_experts.engine.dispatch import ExpertDispatch
+from mlx_experts.engine.dispatch import Beside, ExpertDispatch
 from mlx_experts.engine.kernels import pack
 from mlx_experts.engine.kernels.facts import Activation, Device, ExpertFacts
 from mlx_experts.engine.mlp import MLP, activation_of
@@ -123,10 +123,28 @@ class MoE(nn.Module):
         Args:
             shared: the shared expert, where it lives in the layer and not in this block.
         """
-        y = self.routed(x)
         if self._shared is None:
-            return y
-        return self._join(x, y, (shared or find(self, self._shared.path))(x))
+            return self.routed(x)
+        expert = shared or find(self, self._shared.path)
+        if not x.size or not self._may_stand_beside(expert):
+            return self._join(x, self.routed(x), expert(x))
+        gate = find(self, self._shared.gate) if self._shared.gate else None
+        beside = Beside(expert.projections(), expert.activation, gate, lambda y: self._join(x, y, expert(x)))
+        return self._dispatch(find(self, self._spec.experts.path), x, *self._router(self, x), beside)
+
+    def _may_stand_beside(self, expert: nn.Module) -> bool:
+        """Whether a kernel may add this shared expert: nothing else happens to the routed sum first."""
+        spec = self._spec.experts
+        assert self._shared is not None
+        return (
+            type(expert) is MLP
+            and self._shared.combine in ("sum", "sigmoid_gate")
+            and self._latent is None
+            and self._group is None
+            and not spec.zero_experts
+            and spec.weigh != "input"
+            and spec.output_scale == 1.0
+        )
 
     def routed(self, x: mx.array, router_input: mx.array | None = None) -> mx.array:
         """The weighted sum of the picked experts.

@@ -13,9 +13,10 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_experts.engine.kernels import FusedRun, gather
+from mlx_experts.engine.kernels import FusedRun, gather, naive
 from mlx_experts.engine.kernels.cpu import evaluated
 from mlx_experts.engine.kernels.facts import Decline, ExpertFacts
+from mlx_experts.engine.kernels.pack import PackedShared
 
 # Room for products in TF32 and for gathered ones that round after each step; a wrong kernel is off by about
 # the length of the output.
@@ -23,7 +24,12 @@ _BOUNDS = {mx.float32: 1e-2, mx.bfloat16: 5e-2, mx.float16: 5e-2}
 
 
 def trusted(
-    kernel: str, run: FusedRun, facts: ExpertFacts, container: nn.Module, x: mx.array
+    kernel: str,
+    run: FusedRun,
+    facts: ExpertFacts,
+    container: nn.Module,
+    x: mx.array,
+    shared: PackedShared | None = None,
 ) -> FusedRun | Decline:
     """The kernel where it agrees or cannot be tried, else why it is not to be used.
 
@@ -32,10 +38,11 @@ def trusted(
         run: the kernel, prepared for the container's weights.
         facts: what it was accepted for.
         x: an input of the call, for its shape and dtype.
+        shared: the shared expert that the kernel adds.
     """
     key = kernel, facts
     if key not in _tried():
-        _tried()[key] = _compare(kernel, run, facts, container, x)
+        _tried()[key] = _compare(kernel, run, facts, container, x, shared)
     return _tried()[key] or run
 
 
@@ -45,7 +52,12 @@ def _tried() -> dict[tuple[str, ExpertFacts], Decline | None]:
 
 
 def _compare(
-    kernel: str, run: FusedRun, facts: ExpertFacts, container: nn.Module, x: mx.array
+    kernel: str,
+    run: FusedRun,
+    facts: ExpertFacts,
+    container: nn.Module,
+    x: mx.array,
+    shared: PackedShared | None,
 ) -> Decline | None:
     token = mx.random.normal(x.shape, key=mx.random.key(0)).astype(x.dtype)
     shape = (*x.shape[:-1], facts.top_k)
@@ -59,6 +71,8 @@ def _compare(
     # Packed weights are read in float32, so that only the kernel's own rounding is judged.
     wide = token if facts.up.format == "plain" else token.astype(mx.float32)
     want = gather.experts(container, facts.activation, wide, indices, weights)
+    if shared is not None:
+        want = want + naive.shared_in_float32(shared, token.reshape(-1)).reshape(x.shape)
     distance, length = (mx.linalg.norm(t.astype(mx.float32)) for t in (got - want, want))
     if not evaluated(distance, length) or not mx.isfinite(length).item():
         return None

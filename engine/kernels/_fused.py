@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.pack import PackedExperts
-from mlx_experts.engine.kernels.source import Backend, Launch, array_names
+from mlx_experts.engine.kernels.source import Backend, Launch, down_arrays, up_arrays
 
 _Step = Callable[..., mx.array]
 
@@ -24,9 +24,7 @@ class Pair:
 
 def arrays_of(experts: PackedExperts) -> dict[str, mx.array]:
     """Every array of a layer's stacks by the name that kernel text uses for it."""
-    parts = {"gate": experts.gate, "up": experts.up, "down": experts.down}
-    named = [array_names(part, stack) for part, stack in parts.items() if stack is not None]
-    return {name: array for names in named for name, array in names.items()}
+    return up_arrays(experts) | down_arrays(experts)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,8 @@ import numpy as np
 
 from mlx_experts.engine.activations import lookup
 from mlx_experts.engine.kernels.facts import Decline, Projection
-from mlx_experts.engine.kernels.pack import PackedExperts, Stack, global_factor
+from mlx_experts.engine.kernels.naive import dequantised
+from mlx_experts.engine.kernels.pack import PackedExperts, PackedShared, Stack, global_factor
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -81,6 +82,13 @@ def _float32(array: mx.array | None) -> np.ndarray:
     return np.ascontiguousarray(np.array(array.astype(mx.float32)))
 
 
+def _held(*arrays: mx.array | None) -> list[mx.array]:
+    """Second holders of arrays that were copied: MLX then puts a change in place elsewhere, as is noticed."""
+    held = [a[...] for a in arrays if a is not None]
+    mx.eval(held)
+    return held
+
+
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """One stack as the driver reads it, and what must stay alive while it may be called."""
@@ -99,46 +107,135 @@ def _plan(stack: Stack) -> _Plan:
     plane_scales = np.array(blocks.scales, np.float32)
     bias = _float32(stack.bias)
     factor = _float32(None if stack.global_scale is None else global_factor(stack.global_scale))
+    planes = (stack.weight, stack.scales, stack.biases)
+    row_bytes = [0 if a is None else a.itemsize * a.shape[-1] for a in planes]
+    begins = [
+        0 if a is None else address(a) + stack.first * n for a, n in zip(planes, row_bytes, strict=True)
+    ]
     numbers = [
         function.address,
-        address(stack.weight),
-        0 if stack.scales is None else address(stack.scales),
-        0 if stack.biases is None else address(stack.biases),
-        bias.ctypes.data if bias.size else 0,
+        *begins,
+        bias.ctypes.data + stack.first * bias.itemsize if bias.size else 0,
         factor.ctypes.data if factor.size else 0,
         plane_scales.ctypes.data,
         p.rows,
         p.cols // blocks.weights,
         blocks.weights,
-        stack.weight.itemsize * stack.weight.shape[2],
-        0 if stack.scales is None else stack.scales.itemsize * stack.scales.shape[2],
+        *row_bytes[:2],
     ]
-    # A second holder of what was copied above makes MLX put a change in place elsewhere, which is noticed.
-    copied = [a[...] for a in (stack.bias, stack.global_scale) if a is not None]
-    mx.eval(copied)
+    copied = _held(stack.bias, stack.global_scale)
     return _Plan(np.array(numbers, np.int64), (function, plane_scales, bias, factor, *copied))
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Where the arrays of one layer lie, as compiled code reads them."""
+    """Where the arrays of one layer's experts, or of its shared expert, lie as compiled code reads them."""
 
-    arrays: tuple[mx.array, ...]
-    addresses: tuple[int, ...]
+    gated: bool
     gate: _Plan
     up: _Plan
     down: _Plan
+    activation: Any
+    constants: tuple[np.float32, np.float32]
+    count: int
+    bytes_each: int
 
     @classmethod
     def of(cls, experts: PackedExperts) -> _Layout:
-        arrays = tuple(a for s in experts.stacks() for a in s.arrays())
         up, down = _plan(experts.up), _plan(experts.down)
-        gate = up if experts.gate is None else _plan(experts.gate)
-        return cls(arrays, tuple(map(address, arrays)), gate, up, down)
+        activation = experts.activation
+        count = experts.up.count
+        return cls(
+            gated=experts.gate is not None,
+            gate=up if experts.gate is None else _plan(experts.gate),
+            up=up,
+            down=down,
+            activation=_activation_function(activation.name),
+            constants=(np.float32(activation.alpha), np.float32(activation.limit)),
+            count=count,
+            bytes_each=sum(a.nbytes for s in experts.stacks() for a in s.arrays()) // count,
+        )
+
+    def run(self, row: np.ndarray, chosen: np.ndarray, shares: np.ndarray, out: np.ndarray) -> None:
+        """Fill ``out`` [H] from one token's row [H], its experts and their shares [K].
+
+        Raises:
+            IndexError: an index is not an expert.
+        """
+        driver = compiled()
+        large = self.bytes_each * chosen.size >= PARALLEL_FROM
+        with _LOCK:
+            bad = (driver.parallel if large else driver.serial)(
+                self.gated,
+                self.gate.numbers,
+                self.up.numbers,
+                self.down.numbers,
+                self.activation.address,
+                *self.constants,
+                self.count,
+                row,
+                chosen.view(np.int32),
+                shares,
+                out,
+            )
+        if bad >= 0:
+            raise IndexError(f"expert {chosen[bad]} of {self.count}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """A shared expert and the row whose sigmoid weighs it, if any."""
+
+    layout: _Layout
+    gate: np.ndarray | None
+    gate_bias: float
+    alive: tuple[mx.array, ...]
+
+    @classmethod
+    def of(cls, shared: PackedShared) -> _Shared:
+        layout, stack = _Layout.of(shared.expert), shared.gate
+        if stack is None:
+            return cls(layout, None, 0.0, ())
+        bias = 0.0 if stack.bias is None else float(_float32(stack.bias)[0])
+        return cls(layout, _float32(dequantised(stack, 0)[0]), bias, tuple(_held(*stack.arrays())))
+
+    def add(self, row: np.ndarray, out: np.ndarray) -> None:
+        """Add the shared expert's output for one token's row to ``out`` [H]."""
+        share = 1.0
+        if self.gate is not None:
+            with np.errstate(over="ignore"):  # exp of a large number: the sigmoid is zero
+                share = 1.0 / (1.0 + np.exp(-(np.dot(self.gate, row) + np.float32(self.gate_bias))))
+        part = _fresh(out.shape)
+        self.layout.run(row, _FIRST, np.array([share], np.float32), part)
+        out += part
+
+
+_FIRST = np.zeros(1, np.uint32)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Everything that is read of one layer, and whether it still lies there."""
+
+    arrays: tuple[mx.array, ...]
+    addresses: tuple[int, ...]
+    routed: _Layout
+    shared: _Shared | None
+
+    @classmethod
+    def of(cls, experts: PackedExperts) -> _Layer:
+        arrays = tuple(_arrays(experts))
+        shared = None if experts.shared is None else _Shared.of(experts.shared)
+        return cls(arrays, tuple(map(address, arrays)), _Layout.of(experts), shared)
 
     def moved(self) -> bool:
         """Whether an array was changed in place and lies elsewhere since."""
         return tuple(map(address, self.arrays)) != self.addresses
+
+
+def _arrays(experts: PackedExperts) -> list[mx.array]:
+    stacks = [*experts.stacks(), *(experts.shared.stacks() if experts.shared is not None else [])]
+    return [a for s in stacks for a in s.arrays()]
 
 
 @lru_cache(maxsize=64)
@@ -156,11 +253,7 @@ class FusedExperts:
 
     def __init__(self, experts: PackedExperts) -> None:
         self._experts = experts
-        self._layout = _Layout.of(experts)
-        self._function = _activation_function(experts.activation.name)
-        self._constants = (np.float32(experts.activation.alpha), np.float32(experts.activation.limit))
-        self._num_experts = experts.up.weight.shape[0]
-        self._bytes_per_expert = sum(a.nbytes for a in self._layout.arrays) // self._num_experts
+        self._layer = _Layer.of(experts)
 
     def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array | Decline:
         """See ``FusedRun``; a Decline inside a function transformation, which has no values to read.
@@ -172,29 +265,14 @@ class FusedExperts:
         inputs = (x.astype(mx.float32), indices.astype(mx.uint32), weights.astype(mx.float32))
         if not evaluated(*inputs):
             return TRANSFORMED
-        layout = self._layout
-        if layout.moved():
-            layout = self._layout = _Layout.of(self._experts)
+        layer = self._layer
+        if layer.moved():
+            layer = self._layer = _Layer.of(self._experts)
         row, chosen, shares = (np.ascontiguousarray(np.array(a, copy=False)).reshape(-1) for a in inputs)
         out = _fresh(x.shape)
-        driver = compiled()
-        large = self._bytes_per_expert * chosen.size >= PARALLEL_FROM
-        with _LOCK:
-            bad = (driver.parallel if large else driver.serial)(
-                self._experts.gate is not None,
-                layout.gate.numbers,
-                layout.up.numbers,
-                layout.down.numbers,
-                self._function.address,
-                *self._constants,
-                self._num_experts,
-                row,
-                chosen.view(np.int32),
-                shares,
-                out.reshape(-1),
-            )
-        if bad >= 0:
-            raise IndexError(f"expert {chosen[bad]} of {self._num_experts}")
+        layer.routed.run(row, chosen, shares, out.reshape(-1))
+        if layer.shared is not None:
+            layer.shared.add(row, out.reshape(-1))
         return mx.array(out).astype(x.dtype)
 
 
@@ -225,7 +303,7 @@ def evaluated(*arrays: mx.array) -> bool:
 
 def prepare(experts: PackedExperts, dtype: mx.Dtype) -> FusedExperts | Decline:
     """See ``FusedKernel``; the kernel is the same for every activation dtype."""
-    arrays = [a for s in experts.stacks() for a in s.arrays()]
+    arrays = _arrays(experts)
     if not evaluated(*arrays):
         return TRANSFORMED  # the weights themselves are being differentiated
     if not all(memoryview(a).c_contiguous for a in arrays):  # type: ignore[arg-type]

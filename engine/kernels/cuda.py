@@ -10,7 +10,7 @@ from mlx_experts.engine.kernels import mma
 from mlx_experts.engine.kernels._fused import FusedPair, Pair
 from mlx_experts.engine.kernels.facts import Decline, ExpertFacts
 from mlx_experts.engine.kernels.pack import PackedExperts, facts_of
-from mlx_experts.engine.kernels.source import Backend, rows_down, rows_up
+from mlx_experts.engine.kernels.source import Backend, is_weighed, row_values, rows_down, rows_up
 
 BACKEND = Backend(
     prelude="prelude.cu",
@@ -31,7 +31,7 @@ def unavailable() -> Decline | None:
 
 def launches(experts: PackedExperts, facts: ExpertFacts, capability: tuple[int, int] | None) -> Pair:
     """Launches A and B for these facts; without a compute capability (of 8.0 or more), a warp a row."""
-    values = facts.top_k * facts.expert_width
+    words = row_values(facts) + is_weighed(facts)
     if capability is not None and mma.takes_up(facts):
         room = _SHARED.get(capability, _SHARED_LEAST) * 1024
         cut_up = mma.cut_up(facts)
@@ -40,11 +40,15 @@ def launches(experts: PackedExperts, facts: ExpertFacts, capability: tuple[int, 
             cut_down = mma.cut_down(facts)
             if mma.down_layout(cut_down)[1] <= room:
                 up = mma.mma_up(BACKEND, experts, facts, cut_up, fragments=True)
-                return Pair(up, mma.mma_down(BACKEND, experts, facts, cut_down), mma.act_words(facts))
+                return Pair(
+                    up,
+                    mma.mma_down(BACKEND, experts, facts, cut_down),
+                    mma.act_words(facts) + is_weighed(facts),
+                )
         if fits_up:
             up = mma.mma_up(BACKEND, experts, facts, cut_up, fragments=False)
-            return Pair(up, rows_down(BACKEND, experts, facts), values)
-    return Pair(rows_up(BACKEND, experts, facts), rows_down(BACKEND, experts, facts), values)
+            return Pair(up, rows_down(BACKEND, experts, facts), words)
+    return Pair(rows_up(BACKEND, experts, facts), rows_down(BACKEND, experts, facts), words)
 
 
 def capability() -> tuple[int, int] | None:

@@ -60,6 +60,7 @@ class ExpertFacts:
         rows: token rows in this call.
         dtype: dtype name of the activations: ``float16``, ``bfloat16`` or ``float32``.
         adapted: a projection is not the plain container (for example wrapped by a LoRA adapter).
+        shared: the shared expert that the same launches are to add, or None.
     """
 
     rows: int
@@ -73,6 +74,7 @@ class ExpertFacts:
     device: Device
     training: bool = False
     adapted: bool = False
+    shared: SharedFacts | None = None
 
     @property
     def input_width(self) -> int:
@@ -83,6 +85,19 @@ class ExpertFacts:
     def expert_width(self) -> int:
         """F, the width between the up and the down projection."""
         return self.up.rows
+
+
+@dataclass(frozen=True)
+class SharedFacts:
+    """A shared expert: what a kernel would be asked for it alone, and the row whose sigmoid weighs it.
+
+    Args:
+        expert: one expert, picked once.
+        gate: a matrix of one row, or None where the shared expert is added as it is.
+    """
+
+    expert: ExpertFacts
+    gate: Projection | None
 
 
 @dataclass(frozen=True)

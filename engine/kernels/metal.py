@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_experts.engine.kernels._fused import FusedPair, Pair
 from mlx_experts.engine.kernels.facts import Decline, ExpertFacts
 from mlx_experts.engine.kernels.pack import PackedExperts, facts_of
-from mlx_experts.engine.kernels.source import Backend, rows_down, rows_up
+from mlx_experts.engine.kernels.source import Backend, is_weighed, row_values, rows_down, rows_up
 
 BACKEND = Backend(
     prelude="prelude.metal",
@@ -36,7 +36,7 @@ def launches(experts: PackedExperts, facts: ExpertFacts) -> Pair:
     return Pair(
         rows_up(BACKEND, experts, facts, warps=2),
         rows_down(BACKEND, experts, facts, warps=2),
-        facts.top_k * facts.expert_width,
+        row_values(facts) + is_weighed(facts),
     )
 
 

@@ -75,7 +75,7 @@ template <typename S> ME_INLINE float me_fold(me_pairs<S> p, float c0, float c1,
 // Launch A leaves act as launch B's fragments: high parts, low parts, then the sum of every eight values.
 // All lanes of a warp call it; value number i is written where real is set.
 ME_INLINE void me_keep(float* act, int i, float value, bool real) {
-  constexpr int wide = ME_DOWN_WIDE, words = ME_K * ME_F * wide / 2, each = 8 / wide;
+  constexpr int wide = ME_DOWN_WIDE, words = (ME_ROUTED + ME_SHARED) * wide / 2, each = 8 / wide;
   const me_uint s = me_split(value);
   float sum = me_bits(s << 16) + me_bits(s & 0xFFFF0000u);
   ME_UNROLL for (int d = 1; d < 8; d *= 2) sum += me_swap(sum, d);

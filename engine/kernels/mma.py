@@ -16,10 +16,18 @@ from mlx_experts.engine.kernels.source import (
     Launch,
     activation_text,
     add_down_bias,
-    array_names,
     bias_text,
     defines,
+    down_arrays,
+    is_weighed,
+    pick,
+    row_values,
+    share_text,
+    shared_settings,
+    shared_width,
     text,
+    up_arrays,
+    weigh_text,
 )
 
 # Nibbles of a row that a warp takes in one step.
@@ -97,7 +105,7 @@ def takes(p: Projection) -> bool:
 
 
 def takes_up(facts: ExpertFacts) -> bool:
-    """Whether launch A has a tensor-core form."""
+    """Whether launch A has a tensor-core form; a shared expert is stored as the others are."""
     gate, up = facts.gate, facts.up
     alike = gate is None or (gate.format, gate.bits, gate.group_size, gate.dtype) == (
         up.format,
@@ -105,12 +113,14 @@ def takes_up(facts: ExpertFacts) -> bool:
         up.group_size,
         up.dtype,
     )
-    return alike and takes(up) and facts.dtype in _SCALE_TYPES and up.rows % rows_a_tile(facts) == 0
+    whole = all(rows % rows_a_tile(facts) == 0 for rows in (up.rows, shared_width(facts)))
+    return alike and takes(up) and facts.dtype in _SCALE_TYPES and whole
 
 
 def takes_down(facts: ExpertFacts) -> bool:
     """Whether launch B has one; it reads what the tensor-core launch A leaves."""
-    return takes_up(facts) and takes(facts.down) and facts.down.rows % 16 == 0
+    shared = facts.shared is None or takes(facts.shared.expert.down)
+    return takes_up(facts) and takes(facts.down) and shared and facts.down.rows % 16 == 0
 
 
 def rows_a_tile(facts: ExpertFacts) -> int:
@@ -123,7 +133,7 @@ def cut_up(facts: ExpertFacts) -> CutUp:
 
     Measured on an H200: 768 tiles want four warps each, 3584 tiles want two.
     """
-    many = facts.top_k * facts.expert_width // rows_a_tile(facts) >= _MANY_TILES
+    many = row_values(facts) // rows_a_tile(facts) >= _MANY_TILES
     split = min(2 if many else 4, units(facts.up, _halves(facts)))
     return CutUp(teams=max(1, 4 // split) if many else 1, split=split)
 
@@ -131,6 +141,7 @@ def cut_up(facts: ExpertFacts) -> CutUp:
 def cut_down(facts: ExpertFacts) -> CutDown:
     """The cut of launch B: one block a multiprocessor, as near as the width allows (measured on an H200)."""
     total = facts.top_k * units(facts.down, 2)
+    total += units(facts.shared.expert.down, 2) if facts.shared else 0
     tiles, most = (2, 16) if facts.down.rows % 32 == 0 and facts.down.rows >= 4096 else (1, 24)
     # Equal shares: with one warp fewer, some warp would have a unit more.
     return CutDown(tiles, warps=-(-total // -(-total // most)))
@@ -181,7 +192,7 @@ def _halves(facts: ExpertFacts) -> int:
 
 def act_words(facts: ExpertFacts) -> int:
     """Float32 words that launch A leaves for launch B: two parts of every nibble's input, and the sums."""
-    values = facts.top_k * facts.expert_width
+    values = row_values(facts)
     return values * wide(facts.down) + values // 8
 
 
@@ -194,8 +205,11 @@ def mma_up(
     fragments: bool,
 ) -> Launch:
     """Launch A. With ``fragments`` its output is what ``mma_down`` reads, else ``act`` as float32."""
-    up = facts.up
-    begins, shared = up_layout(facts, cut)
+    up, two = facts.up, facts.shared is not None
+    begins, room = up_layout(facts, cut)
+    words = act_words(facts) if fragments else row_values(facts)
+    tiles = -(-row_values(facts) // (rows_a_tile(facts) * cut.teams))
+    low = pick("up" if facts.gate is None else "gate", "##p", two)
     settings = defines(
         {
             "H": facts.input_width,
@@ -208,37 +222,39 @@ def mma_up(
             "HALVES": _halves(facts),
             "GATED": int(facts.gate is not None),
             "FRAGMENTS": int(fragments),
-            "LOW(p)": "up_##p" if facts.gate is None else "gate_##p",
-            "HIGH(p)": "up_##p",
-            "END_GATE(v)": "v" if facts.gate is None else bias_text("gate", facts.gate, "v", "row"),
-            "END_UP(v)": bias_text("up", up, "v", "row"),
+            "LOW(p)": low,
+            "HIGH(p)": pick("up", "##p", two),
+            "END_GATE(v)": "v" if facts.gate is None else bias_text("gate", facts.gate, "v", "row", two),
+            "END_UP(v)": bias_text("up", up, "v", "up_row", two),
             "TEAMS": cut.teams,
             "SPLIT": cut.split,
             **begins,
+            **shared_settings(experts, facts, words),
         }
     )
-    names = [*(array_names("gate", experts.gate) if experts.gate else ()), *array_names("up", experts.up)]
     return Launch(
         label="experts_up_mma",
-        inputs=("x", "indices", *names),
+        inputs=("x", "indices", *up_arrays(experts)),
         outputs=("act",),
         header=text(backend.prelude)
         + settings
+        + weigh_text(facts)
+        + (text("rows.h") if is_weighed(facts) else "")
         + text("tensor.cu")
         + text("mma.cu")
         + (activation_text(facts.activation) or "")
         + _bounded(cut.warps * WARP),
         source=backend.opening + text("mma_up.cu"),
-        groups=-(-facts.top_k * facts.expert_width // (rows_a_tile(facts) * cut.teams)),
+        groups=tiles + is_weighed(facts),
         warps=cut.warps,
-        shared=shared,
+        shared=room,
     )
 
 
 def mma_down(backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: CutDown) -> Launch:
     """Launch B on the fragments of ``mma_up``."""
     down = facts.down
-    begins, shared = down_layout(cut)
+    begins, room = down_layout(cut)
     settings = defines(
         {
             "H": down.rows,
@@ -249,16 +265,18 @@ def mma_down(backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: 
             "UNIT": unit(down, 2),
             "SCALE_TYPE": _SCALE_TYPES[down.dtype],
             "FRAGMENTS": 0,
-            "ADD_BIAS": add_down_bias(down),
+            "SHARE": share_text(facts),
+            "ADD_BIAS": add_down_bias(facts),
             "TILES": cut.tiles,
             "WARPS": cut.warps,
             "STAGES": _STAGES,
             **begins,
+            **shared_settings(experts, facts, act_words(facts)),
         }
     )
     return Launch(
         label="experts_down_mma",
-        inputs=("act", "indices", "weights", *array_names("down", experts.down)),
+        inputs=("act", "indices", "weights", *down_arrays(experts)),
         outputs=("y",),
         header=text(backend.prelude)
         + settings
@@ -268,5 +286,5 @@ def mma_down(backend: Backend, experts: PackedExperts, facts: ExpertFacts, cut: 
         source=backend.opening + text("mma_down.cu"),
         groups=down.rows // (16 * cut.tiles),
         warps=cut.warps,
-        shared=shared,
+        shared=room,
     )

@@ -1,7 +1,10 @@
 // Launch B: ME_TILES * 16 outputs a block; its warps share out the units of all experts. act comes as fragments.
 constexpr int rows = ME_TILES * 16, steps = ME_F * ME_WIDE / 128, units = (steps + ME_UNIT - 1) / ME_UNIT;
-constexpr int row_bytes = ME_F * ME_WIDE / 2, per_row = ME_F / ME_GROUP, pairs = ME_K * steps;
-constexpr int eights = ME_GROUP / 8;
+constexpr int row_bytes = ME_F * ME_WIDE / 2, per_row = ME_F / ME_GROUP, eights = ME_GROUP / 8;
+// The shared expert's part of the work follows the experts', with rows of its own length.
+constexpr int own_steps = ME_SHARED * ME_WIDE / 128, own_units = (own_steps + ME_UNIT - 1) / ME_UNIT;
+constexpr int own_bytes = ME_SHARED * ME_WIDE / 2, own_per_row = ME_SHARED / ME_GROUP;
+constexpr int routed = ME_K * units, all = routed + own_units, pairs = ME_K * steps + own_steps;
 extern __shared__ uint4 me_shared[];
 uint4* const zeros = me_shared + ME_AT_ZEROS + warp * 13;
 auto* const red = reinterpret_cast<float*>(me_shared + ME_AT_RED);
@@ -10,24 +13,35 @@ const int tid = warp * 32 + lane, g = lane / 4, t = lane % 4, h0 = group * rows;
 
 // Lane k knows expert k.
 const int expert = indices[lane < ME_K ? lane : 0];
-const float score = weights[lane < ME_K ? lane : 0];
+const float score = weights[lane < ME_K ? lane : 0], share = ME_SHARE;
 if (lane < 13) zeros[lane] = uint4{0, 0, 0, 0};
 const char* const base = reinterpret_cast<const char*>(down_w) + int64_t(h0 + g) * row_bytes + t * 16;
+#if ME_SHARED
+const char* const own_base = reinterpret_cast<const char*>(shared_down_w) + int64_t(h0 + g) * own_bytes + t * 16;
+#endif
 const uint4* const fragments = reinterpret_cast<const uint4*>(act) + lane / 16 * (pairs * 16) + lane % 16;
-const int first = warp * (ME_K * units) / ME_WARPS, count = (warp + 1) * (ME_K * units) / ME_WARPS - first;
+const int first = warp * all / ME_WARPS, count = (warp + 1) * all / ME_WARPS - first;
 uint4 hold[ME_UNIT][ME_TILES * 2];
+auto is_own = [&](int unit) { return ME_SHARED > 0 && unit >= routed; };
+// Where a step of a unit is within its expert, and whether it is there.
+auto step_of = [&](int unit, int s) { return (is_own(unit) ? unit - routed : unit % units) * ME_UNIT + s; };
+auto is_there = [&](int unit, int s) { return step_of(unit, s) < (is_own(unit) ? own_steps : steps); };
 auto ask = [&](int j, int s) {
-  const int unit = first + j / ME_UNIT, k = unit / units, step = unit % units * ME_UNIT + s;
+  const int unit = first + j / ME_UNIT, k = unit / units, step = step_of(unit, s);
   const int64_t e = __shfl_sync(0xffffffffu, expert, k & 31);
-  if (j < count * ME_UNIT && step < steps) {
-    const char* const from = base + e * (int64_t(ME_H) * row_bytes) + step * 64;
-    ME_UNROLL for (int m = 0; m < ME_TILES * 2; ++m) hold[s][m] = me_stream(from + m * 8 * row_bytes);
+  if (j < count * ME_UNIT && is_there(unit, s)) {
+    const char* from = base + e * (int64_t(ME_H) * row_bytes) + step * 64;
+    int stride = 8 * row_bytes;
+#if ME_SHARED
+    if (is_own(unit)) from = own_base + step * 64, stride = 8 * own_bytes;
+#endif
+    ME_UNROLL for (int m = 0; m < ME_TILES * 2; ++m) hold[s][m] = me_stream(from + m * stride);
   }
 };
 auto ask_act = [&](int j) {
-  const int unit = first + j / ME_UNIT, k = unit / units, step = unit % units * ME_UNIT + j % ME_UNIT;
-  if (j < count * ME_UNIT && step < steps) {
-    me_copy(ring + j % ME_STAGES * 32 + lane, fragments + (k * steps + step) * 16);
+  const int unit = first + j / ME_UNIT, before = is_own(unit) ? ME_K * steps : unit / units * steps;
+  if (j < count * ME_UNIT && is_there(unit, j % ME_UNIT)) {
+    me_copy(ring + j % ME_STAGES * 32 + lane, fragments + (before + step_of(unit, j % ME_UNIT)) * 16);
   }
   me_commit();
 };
@@ -39,17 +53,25 @@ me_pairs<ME_SCALE_TYPE> next[ME_TILES][2];
 float next_sum = 0.0f;
 // Scales of a unit, and this lane's share of the sums of eight that launch A left behind the fragments.
 auto fetch = [&](int unit) {
-  const int k = unit / units, u = unit % units;
+  const bool own = is_own(unit);
+  const int k = own ? ME_K : unit / units, u = own ? unit - routed : unit % units;
   const int64_t e = __shfl_sync(0xffffffffu, expert, k & 31);
   const int64_t row = (e * ME_H + h0 + g) * per_row;
   ME_UNROLL for (int m = 0; m < ME_TILES; ++m) {
     ME_UNROLL for (int h = 0; h < 2; ++h) {
       const int64_t its = row + (m * 16 + h * 8) * per_row;
+#if ME_SHARED
+      if (own) {
+        const int64_t at = int64_t(h0 + g + m * 16 + h * 8) * own_per_row;
+        next[m][h] = me_pairs_at<own_per_row>(shared_down_s + at, shared_down_b + at, u * ME_GROUPS + column);
+        continue;
+      }
+#endif
       next[m][h] = me_pairs_at<per_row>(down_s + its, down_b + its, u * ME_GROUPS + column);
     }
   }
   const int i = u * (ME_GROUPS * eights) + lane;
-  const bool there = lane < ME_GROUPS * eights && i < ME_F / 8;
+  const bool there = lane < ME_GROUPS * eights && i < (own ? ME_SHARED : ME_F) / 8;
   next_sum = there ? act[pairs * 128 + k * (ME_F / 8) + i] : 0.0f;
 };
 if (count > 0) fetch(first);
@@ -72,7 +94,7 @@ for (int i = 0; i < count; ++i) {
     const int j = i * ME_UNIT + s;
     me_wait<ME_STAGES - 1>();
     __syncwarp();
-    if (steps % ME_UNIT == 0 || unit % units * ME_UNIT + s < steps) {
+    if ((steps % ME_UNIT == 0 && own_steps % ME_UNIT == 0) || is_there(unit, s)) {
       const uint4* const x = me_feeds(lane, s, 2) ? ring + j % ME_STAGES * 32 + mine : zeros;
       ME_UNROLL for (int m = 0; m < ME_TILES; ++m) me_step(hold[s][2 * m], hold[s][2 * m + 1], x, c[m], d[m]);
     }
@@ -84,7 +106,8 @@ for (int i = 0; i < count; ++i) {
   const float group0 = __shfl_sync(0xffffffffu, sum, column * eights);
   const float group1 = __shfl_sync(0xffffffffu, sum, (column + 1) * eights & 31);
   const float sum0 = 2 * t < ME_GROUPS ? group0 : 0.0f, sum1 = 2 * t < ME_GROUPS ? group1 : 0.0f;
-  const float by = __shfl_sync(0xffffffffu, score, unit / units);
+  const float its_score = __shfl_sync(0xffffffffu, score, unit / units & 31);
+  const float by = is_own(unit) ? share : its_score;
   ME_UNROLL for (int m = 0; m < ME_TILES; ++m) {
     total[m][0] += by * me_fold(now[m][0], c[m][0] + d[m][0], c[m][1] + d[m][1], sum0, sum1);
     total[m][1] += by * me_fold(now[m][1], c[m][2] + d[m][2], c[m][3] + d[m][3], sum0, sum1);

@@ -1,9 +1,10 @@
 // Launch A: ME_TEAMS tiles of 16 rows a block, each by ME_SPLIT warps that share out its units. A gated tile has
-// gate rows in its low half and the same up rows in its high half. A warp has one unit of weights on its way to
+// gate rows in its low half and the same up rows in its high half. After the experts' tiles come the shared
+// expert's, then one block for the row that weighs it. A warp has one unit of weights on its way to
 // registers: copies to shared memory (cp.async) took twice the L2 traffic and 20 % more time.
 constexpr int steps = ME_H * ME_WIDE / 128, units = (steps + ME_UNIT - 1) / ME_UNIT;
 constexpr int row_bytes = ME_H * ME_WIDE / 2, per_row = ME_H / ME_GROUP, per_tile = ME_GATED ? 8 : 16;
-constexpr int tiles = ME_K * ME_F / per_tile, threads = ME_TEAMS * ME_SPLIT * 32;
+constexpr int routed = ME_ROUTED / per_tile, tiles = routed + ME_SHARED / per_tile, threads = ME_TEAMS * ME_SPLIT * 32;
 constexpr int each = 8 / ME_WIDE, vectors = steps * 16, takes = (vectors + threads - 1) / threads;
 extern __shared__ uint4 me_shared[];
 uint4* const xs = me_shared + ME_AT_X;
@@ -12,9 +13,19 @@ auto* const sums = reinterpret_cast<float*>(me_shared + ME_AT_SUMS);
 auto* const red = reinterpret_cast<float*>(me_shared + ME_AT_RED);
 const int tid = warp * 32 + lane, g = lane / 4, t = lane % 4, team = warp / ME_SPLIT, part = warp % ME_SPLIT;
 
+#if ME_WEIGHED
+if (group == (tiles + ME_TEAMS - 1) / ME_TEAMS) {
+  if (warp == 0) {
+    ME_WEIGH
+  }
+  return;
+}
+#endif
 const int tile = group * ME_TEAMS + team;
-const int k = tile < tiles ? tile / (ME_F / per_tile) : 0, f0 = tile % (ME_F / per_tile) * per_tile;
-const int64_t at = int64_t(indices[k]) * ME_F + f0;
+const bool own = ME_SHARED > 0 && tile >= routed && tile < tiles;
+const int k = tile < routed ? tile / (ME_F / per_tile) : 0;
+const int f0 = own ? (tile - routed) * per_tile : tile % (ME_F / per_tile) * per_tile;
+const int64_t at = own ? f0 : int64_t(indices[k]) * ME_F + f0;
 
 // x is on its way while the index is.
 me_pack<me_uint, each / 2> raw[takes];
@@ -28,7 +39,7 @@ ME_UNROLL for (int i = 0; i < takes; ++i) {
   }
 }
 
-const int64_t low_row = at + g, high_row = low_row + (ME_GATED ? 0 : 8);
+const int64_t low_row = at + g, high_row = low_row + (ME_GATED ? (own ? ME_UP_FIRST : 0) : 8);
 const char* const low = reinterpret_cast<const char*>(ME_LOW(w)) + low_row * row_bytes + t * 16;
 const char* const high = reinterpret_cast<const char*>(ME_HIGH(w)) + high_row * row_bytes + t * 16;
 const int first = part * units / ME_SPLIT, count = (part + 1) * units / ME_SPLIT - first;
@@ -118,7 +129,9 @@ if (warp * 32 < ME_TEAMS * per_tile) {
     if (ME_GATED) b += from[8];
   }
   const int place = real ? its_tile * per_tile + i : 0;
-  const int64_t row = int64_t(indices[place / ME_F]) * ME_F + place % ME_F;
+  const bool own = ME_SHARED > 0 && place >= ME_ROUTED;
+  const int64_t row = own ? place - ME_ROUTED : int64_t(indices[place / ME_F]) * ME_F + place % ME_F;
+  const int64_t up_row = own ? row + ME_UP_FIRST : row;
   const float value = ME_GATED ? me_activation(ME_END_GATE(a), ME_END_UP(b)) : me_activation(0.0f, ME_END_UP(a));
 #if ME_FRAGMENTS
   me_keep(act, place, value, real);

@@ -8,28 +8,29 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_experts.engine import activations
-from mlx_experts.engine.kernels.pack import PackedExperts, Stack
+from mlx_experts.engine.kernels.pack import PackedExperts, PackedShared, Stack
 
 
 def dequantised(stack: Stack, expert: int) -> mx.array:
     """One expert's matrix ``[rows, cols]`` in float32."""
     p = stack.projection
-    weight = stack.weight[expert]
+    weight = _matrix(stack, stack.weight, expert)
     if p.format == "plain":
         return weight.astype(mx.float32)
     assert stack.scales is not None
+    scales = _matrix(stack, stack.scales, expert)
     if p.format == "affine":
         assert stack.biases is not None
         return mx.dequantize(
             weight,
-            stack.scales[expert].astype(mx.float32),
-            stack.biases[expert].astype(mx.float32),
+            scales.astype(mx.float32),
+            _matrix(stack, stack.biases, expert).astype(mx.float32),
             group_size=p.group_size,
             bits=p.bits,
         )
     return mx.dequantize(
         weight,
-        stack.scales[expert],
+        scales,
         group_size=p.group_size,
         bits=p.bits,
         mode=p.format,
@@ -38,14 +39,39 @@ def dequantised(stack: Stack, expert: int) -> mx.array:
     )
 
 
+def _matrix(stack: Stack, array: mx.array, expert: int) -> mx.array:
+    """The rows of one array that are one expert's."""
+    rows = array[expert] if array.ndim == 3 else array
+    return rows[stack.first : stack.first + stack.projection.rows]
+
+
 def _product(stack: Stack, expert: int, v: mx.array) -> mx.array:
     """``W v + bias`` for one expert: ``[cols]`` to ``[rows]``, float32."""
     y = (dequantised(stack, expert) * v).sum(axis=-1)
-    return y if stack.bias is None else y + stack.bias[expert].astype(mx.float32)
+    if stack.bias is None:
+        return y
+    bias = stack.bias[expert] if stack.bias.ndim == 2 else stack.bias
+    return y + bias[stack.first : stack.first + stack.projection.rows].astype(mx.float32)
+
+
+def _through(experts: PackedExperts, expert: int, x: mx.array) -> mx.array:
+    """One expert's output for one row, float32."""
+    gate = None if experts.gate is None else _product(experts.gate, expert, x)
+    act = activations.apply(experts.activation, gate, _product(experts.up, expert, x))
+    return _product(experts.down, expert, act)
+
+
+def shared_in_float32(shared: PackedShared, x: mx.array) -> mx.array:
+    """The shared expert's output for one row ``[H]``, weighed by the sigmoid of its gate if it has one."""
+    wide = x.astype(mx.float32)
+    y = _through(shared.expert, 0, wide)
+    return y if shared.gate is None else mx.sigmoid(_product(shared.gate, 0, wide)) * y
 
 
 def experts_in_float32(experts: PackedExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
     """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row, not yet rounded.
+
+    A shared expert of the stacks is added, weighed by the sigmoid of its gate's row where it has one.
 
     Args:
         x: ``[..., H]``.
@@ -63,9 +89,9 @@ def experts_in_float32(experts: PackedExperts, x: mx.array, indices: mx.array, w
     for t, row in enumerate(chosen):
         total = mx.zeros((experts.down.projection.rows,), mx.float32)
         for j, e in enumerate(row):
-            gate = None if experts.gate is None else _product(experts.gate, e, rows[t])
-            act = activations.apply(experts.activation, gate, _product(experts.up, e, rows[t]))
-            total = total + shares[t, j] * _product(experts.down, e, act)
+            total = total + shares[t, j] * _through(experts, e, rows[t])
+        if experts.shared is not None:
+            total = total + shared_in_float32(experts.shared, rows[t])
         mx.eval(total)
         out.append(total)
     return mx.stack(out).reshape(x.shape) if out else mx.zeros(x.shape, mx.float32)

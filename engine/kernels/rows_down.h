@@ -3,16 +3,18 @@ const int first = (group * ME_WARPS + warp) * ME_ROWS;
 if (first < ME_H) {
   float total[ME_ROWS];
   ME_UNROLL for (int r = 0; r < ME_ROWS; ++r) total[r] = 0.0f;
-  // Chunks of all experts in one range, so that a narrow expert leaves no lane idle.
-  for (int i = lane; i < ME_K * (ME_F / ME_CHUNK); i += 32) {
-    const int k = i / (ME_F / ME_CHUNK), c = i % (ME_F / ME_CHUNK);
-    const int64_t e = indices[k];
-    const float score = ME_SCORE;
+  // Chunks of all experts, the shared one last, in one range, so that a narrow expert leaves no lane idle.
+  constexpr int routed = ME_K * (ME_F / ME_CHUNK);
+  for (int i = lane; i < routed + ME_SHARED / ME_CHUNK; i += 32) {
+    const bool own = ME_SHARED > 0 && i >= routed;
+    const int k = own ? 0 : i / (ME_F / ME_CHUNK), c = own ? i - routed : i % (ME_F / ME_CHUNK);
+    const int64_t e = own ? 0 : indices[k];
+    const float score = own ? ME_SHARE : ME_SCORE;
     float v[ME_CHUNK];
-    const float sum = me_load<ME_CHUNK>(act + k * ME_F + c * ME_CHUNK, v);
+    const float sum = me_load<ME_CHUNK>(act + i * ME_CHUNK, v);
     ME_UNROLL for (int r = 0; r < ME_ROWS; ++r) {
       const int64_t at = e * ME_H + first + r;
-      total[r] += score * ME_DOT_DOWN;
+      total[r] += score * (own ? ME_DOT_SHARED : ME_DOT_DOWN);
     }
   }
   ME_UNROLL for (int r = 0; r < ME_ROWS; ++r) {

@@ -139,11 +139,16 @@ def format_number(projection: Projection) -> int:
     return _FORMATS[projection.format] if projection.format != "plain" else _PLAIN[projection.dtype]
 
 
-def bias_text(part: str, projection: Projection, value: str, index: str) -> str:
-    """``value`` with the global scale and the bias of the row ``at``, as a C expression."""
+def pick(part: str, suffix: str, shared: bool) -> str:
+    """An array of a part: where there is a shared expert, its own for rows that are ``own``."""
+    return f"(own ? shared_{part}_{suffix} : {part}_{suffix})" if shared else f"{part}_{suffix}"
+
+
+def bias_text(part: str, projection: Projection, value: str, index: str, shared: bool = False) -> str:
+    """``value`` with the global scale and the bias of the row at an index, as a C expression."""
     if projection.global_scale:
-        value = f"{value} * ({part}_g[e] * {_NVFP4_UNIT!r}f)"
-    return f"({value} + me_value({part}_c[{index}]))" if projection.bias else f"({value})"
+        value = f"{value} * ({pick(part, 'g', shared)}[e] * {_NVFP4_UNIT!r}f)"
+    return f"({value} + me_value({pick(part, 'c', shared)}[{index}]))" if projection.bias else f"({value})"
 
 
 def chunk_width(*projections: Projection | None) -> int:
@@ -152,25 +157,104 @@ def chunk_width(*projections: Projection | None) -> int:
     return 8 if all(p.format == "plain" for p in held) else 32
 
 
-def _dot(part: str, p: Projection) -> str:
-    """A chunk of row ``at`` times ``v``, as a call of ``me_dot``."""
-    words = f"(ME_DEVICE const me_uint*){part}_w + at * {p.cols * p.bits // 32}"
-    scales = f"{part}_s + at * {p.cols // p.group_size}" if p.group_size else "(ME_DEVICE const uint8_t*)0"
-    biases = f"{part}_b + at * {p.cols // p.group_size}" if p.format == "affine" else scales
+def _dot(part: str, p: Projection, at: str = "at", shared: bool = False) -> str:
+    """A chunk of a row times ``v``, as a call of ``me_dot``."""
+    words = f"(ME_DEVICE const me_uint*){pick(part, 'w', shared)} + {at} * {p.cols * p.bits // 32}"
+    scales = "(ME_DEVICE const uint8_t*)0"
+    if p.group_size:
+        scales = f"{pick(part, 's', shared)} + {at} * {p.cols // p.group_size}"
+    biases = scales
+    if p.format == "affine":
+        biases = f"{pick(part, 'b', shared)} + {at} * {p.cols // p.group_size}"
     return f"me_dot<{format_number(p)}, {p.bits}, {p.group_size}>({words}, {scales}, {biases}, c, v, sum)"
 
 
-def add_down_bias(projection: Projection) -> str:
+def add_down_bias(facts: ExpertFacts) -> str:
     """Adds the scored biases of output row ``row`` to ``sum``, or nothing."""
-    if not projection.bias:
+    if not facts.down.bias:
         return ""
     bias = "me_value(down_c[int64_t(indices[k]) * ME_H + row])"
-    return f"for (int k = 0; k < ME_K; ++k) sum += weights[k] * {bias};"
+    shared = f" sum += {share_text(facts)} * me_value(shared_down_c[row]);" if facts.shared else ""
+    return f"for (int k = 0; k < ME_K; ++k) sum += weights[k] * {bias};{shared}"
+
+
+def shared_width(facts: ExpertFacts) -> int:
+    """Width of the shared expert that the launches add; 0 without one."""
+    return facts.shared.expert.expert_width if facts.shared else 0
+
+
+def is_weighed(facts: ExpertFacts) -> bool:
+    """Whether the shared expert has a gate of its own."""
+    return facts.shared is not None and facts.shared.gate is not None
+
+
+def share_text(facts: ExpertFacts) -> str:
+    """What weighs the shared expert, in launch B."""
+    return "act[ME_WEIGH_AT]" if is_weighed(facts) else "1.0f"
+
+
+def shared_settings(experts: PackedExperts, facts: ExpertFacts, values: int) -> dict[str, object]:
+    """Names that both launches have for the shared expert.
+
+    Args:
+        values: float32 words of act before the one that weighs it.
+    """
+    up = experts.shared.expert.up if experts.shared else None
+    return {
+        "ROUTED": facts.top_k * facts.expert_width,
+        "SHARED": shared_width(facts),
+        "UP_FIRST": up.first if up else 0,
+        "WEIGHED": int(is_weighed(facts)),
+        "WEIGH_AT": values,
+    }
+
+
+def weigh_text(facts: ExpertFacts) -> str:
+    """The definitions of the row that weighs the shared expert, for launch A; empty without one."""
+    if facts.shared is None or facts.shared.gate is None:
+        return ""
+    gate = facts.shared.gate
+    settings = {
+        "WEIGH_CHUNK": chunk_width(gate),
+        "DOT_WEIGH": _dot("share", gate),
+        "END_WEIGH": bias_text("share", gate, "g", "at"),
+        "WEIGH": text("weigh.h").replace("\n", " "),
+    }
+    return defines(settings)
+
+
+def up_arrays(experts: PackedExperts) -> dict[str, mx.array]:
+    """What launch A reads beside the token, by name."""
+    named = array_names("gate", experts.gate) if experts.gate else {}
+    named |= array_names("up", experts.up)
+    if experts.shared is not None:
+        expert = experts.shared.expert
+        named |= array_names("shared_gate", expert.gate) if expert.gate else {}
+        named |= array_names("shared_up", expert.up)
+        named |= array_names("share", experts.shared.gate) if experts.shared.gate else {}
+    return named
+
+
+def down_arrays(experts: PackedExperts) -> dict[str, mx.array]:
+    """What launch B reads beside ``act`` and the token, by name."""
+    named = array_names("down", experts.down)
+    if experts.shared is not None:
+        named |= array_names("shared_down", experts.shared.expert.down)
+    return named
+
+
+def row_values(facts: ExpertFacts) -> int:
+    """Values of act: every expert's, then the shared expert's."""
+    return facts.top_k * facts.expert_width + shared_width(facts)
 
 
 def rows_up(backend: Backend, experts: PackedExperts, facts: ExpertFacts, warps: int = 8) -> Launch:
-    """Launch A, a warp a row. Inputs ``x, indices`` and the arrays; output ``act`` ``[K, F]`` float32."""
-    gate, up = facts.gate, facts.up
+    """Launch A, a warp a row. Inputs ``x, indices`` and the arrays; output ``act`` ``[K * F]`` float32.
+
+    A shared expert's values follow, and then the number that weighs it.
+    """
+    gate, up, shared = facts.gate, facts.up, facts.shared is not None
+    rows = row_values(facts)
     settings = defines(
         {
             "H": facts.input_width,
@@ -178,20 +262,24 @@ def rows_up(backend: Backend, experts: PackedExperts, facts: ExpertFacts, warps:
             "K": facts.top_k,
             "WARPS": warps,
             "CHUNK": chunk_width(gate, up),
-            "DOT_GATE": _dot("gate", gate) if gate else "0.0f",
-            "DOT_UP": _dot("up", up),
-            "END_GATE": bias_text("gate", gate, "g", "at") if gate else "g",
-            "END_UP": bias_text("up", up, "u", "at"),
+            "DOT_GATE": _dot("gate", gate, "at", shared) if gate else "0.0f",
+            "DOT_UP": _dot("up", up, "up_at", shared),
+            "END_GATE": bias_text("gate", gate, "g", "at", shared) if gate else "g",
+            "END_UP": bias_text("up", up, "u", "up_at", shared),
+            **shared_settings(experts, facts, rows),
         }
     )
-    names = [*(array_names("gate", experts.gate) if experts.gate else ()), *array_names("up", experts.up)]
     return Launch(
         label="experts_up",
-        inputs=("x", "indices", *names),
+        inputs=("x", "indices", *up_arrays(experts)),
         outputs=("act",),
-        header=text(backend.prelude) + settings + text("rows.h") + (activation_text(facts.activation) or ""),
+        header=text(backend.prelude)
+        + settings
+        + weigh_text(facts)
+        + text("rows.h")
+        + (activation_text(facts.activation) or ""),
         source=backend.opening + text("rows_up.h"),
-        groups=-(-facts.top_k * facts.expert_width // warps),
+        groups=-(-(rows + is_weighed(facts)) // warps),
         warps=warps,
     )
 
@@ -201,7 +289,8 @@ def rows_down(
 ) -> Launch:
     """Launch B, a warp for ``rows`` outputs. Inputs ``act, indices, weights``, the arrays; output ``y``."""
     down = facts.down
-    score = "weights[k]" + (f" * (down_g[e] * {_NVFP4_UNIT!r}f)" if down.global_scale else "")
+    shared = facts.shared.expert.down if facts.shared else None
+    factor = f" * ({{}}_g[e] * {_NVFP4_UNIT!r}f)" if down.global_scale else ""
     settings = defines(
         {
             "H": down.rows,
@@ -210,14 +299,17 @@ def rows_down(
             "WARPS": warps,
             "ROWS": rows,
             "CHUNK": chunk_width(down),
-            "SCORE": score,
+            "SCORE": "weights[k]" + factor.format("down"),
             "DOT_DOWN": _dot("down", down),
-            "ADD_BIAS": add_down_bias(down),
+            "SHARE": share_text(facts) + factor.format("shared_down") if shared else "0.0f",
+            "DOT_SHARED": _dot("shared_down", shared) if shared else "0.0f",
+            "ADD_BIAS": add_down_bias(facts),
+            **shared_settings(experts, facts, row_values(facts)),
         }
     )
     return Launch(
         label="experts_down",
-        inputs=("act", "indices", "weights", *array_names("down", experts.down)),
+        inputs=("act", "indices", "weights", *down_arrays(experts)),
         outputs=("y",),
         header=text(backend.prelude) + settings + text("rows.h"),
         source=backend.opening + text("rows_down.h"),

@@ -10,12 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.lora import LoRASwitchLinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from mlx_experts.engine import activations, tune
-from mlx_experts.engine.dispatch import ExpertDispatch
+from mlx_experts.engine.dispatch import Beside, ExpertDispatch
 from mlx_experts.engine.kernels import cpu, gather, naive, pack
 from mlx_experts.engine.measure import relative_rms
+from mlx_experts.engine.mlp import MLP
 from mlx_experts.engine.policy import SWITCH, WIDTH_BOUND
 from mlx_experts.registry.errors import SettingError
 
@@ -299,3 +300,50 @@ def test_an_index_that_is_no_expert_is_an_error(container, token, bad):
     x, _, weights = token()
     with pytest.raises(IndexError, match="of 6"):
         ExpertDispatch("layers.0", SWIGLU)(container(), x, mx.array([[[0, bad]]], dtype=mx.uint32), weights)
+
+
+@pytest.fixture
+def beside(token):
+    """A shared expert with a gate of its own, and what adding it apart gives."""
+    shared, gate = MLP(128, 64, SWIGLU), nn.Linear(128, 1)
+    x = token().x
+
+    def make() -> Beside:
+        return Beside(shared.projections(), SWIGLU, gate, lambda y: y + mx.sigmoid(gate(x)) * shared(x))
+
+    return shared, gate, make
+
+
+def test_a_shared_expert_is_added_by_the_kernel_or_apart_with_one_result(
+    container, token, fresh_trace, beside
+):
+    c, call, (_, _, make) = container(), token(), beside
+    wanted = make().add(naive.experts_in_float32(pack.read(c, SWIGLU), *call))
+    for fused in (True, False):
+        made = ExpertDispatch("layers.0", SWIGLU, fused)(c, *call, make())
+        assert relative_rms(made, wanted) < 1e-5
+    fused, gathered = fresh_trace.snapshot()
+    assert (fused.path, fused.note) == ("fused", "with the shared expert")
+    assert gathered.path == "gather"
+
+
+def test_a_shared_expert_that_is_replaced_is_noticed(container, token, fresh_trace, beside):
+    c, call, (shared, gate, make) = container(), token(), beside
+    dispatch, routed = ExpertDispatch("layers.0", SWIGLU), naive.experts_in_float32
+    dispatch(c, *call, make())
+    shared.up_proj = nn.Linear(128, 64, bias=False)
+    gate.weight = gate.weight * 3
+    wanted = make().add(routed(pack.read(c, SWIGLU), *call))
+    assert relative_rms(dispatch(c, *call, make()), wanted) < 1e-5
+
+
+def test_a_shared_expert_under_an_adapter_is_added_apart_and_the_trace_says_why(
+    container, token, fresh_trace, beside
+):
+    c, call, (shared, _, make) = container(), token(), beside
+    shared.down_proj = LoRALinear.from_base(shared.down_proj)
+    wanted = make().add(naive.experts_in_float32(pack.read(c, SWIGLU), *call))
+    assert relative_rms(ExpertDispatch("layers.0", SWIGLU)(c, *call, make()), wanted) < 1e-5
+    (row,) = fresh_trace.snapshot()
+    assert row.path == "fused"
+    assert "adapter" in row.note

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_experts.engine import activations, gates
-from mlx_experts.engine.kernels.facts import Accept, Activation, Decline, ExpertFacts, Projection
+from mlx_experts.engine.kernels.facts import Accept, Activation, Decline, ExpertFacts, Projection, SharedFacts
 from mlx_experts.engine.policy import WIDTH_BOUND, Policy
 
 H, F = 128, 256
@@ -153,3 +153,75 @@ def test_gpu_kernels_decline_plain_widths_that_are_no_whole_step(device):
     assert isinstance(verdict, Decline)
     assert verdict.rule == "widths"
     assert gates.judge(replace(odd, device="cpu"), Policy()) == Accept("cpu")
+
+
+def shared(weigh=None, **changes):
+    """A shared expert of twice the width, picked once."""
+    expert = replace(
+        GOOD,
+        top_k=1,
+        num_experts=1,
+        gate=projection(2 * F, H),
+        up=projection(2 * F, H),
+        down=projection(H, 2 * F),
+    )
+    return SharedFacts(replace(expert, **changes), weigh)
+
+
+SIX = {"gate": projection(F, H, bits=6), "up": projection(F, H, bits=6), "down": projection(H, F, bits=6)}
+SHARED_ACCEPTED = {
+    "as stored": shared(),
+    "weighed": shared(weigh=projection(1, H, bits=8)),
+    "weighed by a plain row": shared(weigh=projection(1, H, format="plain", bits=16, group_size=0)),
+}
+SHARED_DECLINED = {
+    "adapted": (None, "shared"),
+    "another activation": (shared(activation=activations.make("swiglu_oai", 1.702, 7.0)), "shared"),
+    "another input": (
+        shared(gate=projection(F, 2 * H), up=projection(F, 2 * H), down=projection(2 * H, F)),
+        "shared",
+    ),
+    "a gate of two rows": (shared(weigh=projection(2, H)), "shared"),
+    "a gate in an unknown format": (shared(weigh=projection(1, H, format="ternary")), "format"),
+    "an unknown format": (shared(up=projection(2 * F, H, bits=7)), "format"),
+}
+
+
+def expert_facts(device, shared_facts):
+    """The shared facts as this device would be asked."""
+    if shared_facts is None:
+        return None
+    return replace(shared_facts, expert=replace(shared_facts.expert, device=device))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("facts", SHARED_ACCEPTED.values(), ids=SHARED_ACCEPTED)
+def test_a_shared_expert_is_accepted(facts, device):
+    routed = replace(GOOD, device=device)
+    assert gates.judge_shared(routed, expert_facts(device, facts), Policy()) == Accept(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("facts", "rule"), SHARED_DECLINED.values(), ids=SHARED_DECLINED)
+def test_a_shared_expert_is_declined(facts, rule, device):
+    verdict = gates.judge_shared(replace(GOOD, device=device), expert_facts(device, facts), Policy())
+    assert isinstance(verdict, Decline)
+    assert verdict.rule == rule
+    assert verdict.hint
+
+
+def test_a_shared_expert_of_other_storage_is_taken_by_the_cpu_alone():
+    assert gates.judge_shared(GOOD, shared(**SIX), Policy()) == Accept("cpu")
+    verdict = gates.judge_shared(replace(GOOD, device="cuda"), expert_facts("cuda", shared(**SIX)), Policy())
+    assert isinstance(verdict, Decline)
+    assert "storage" in verdict.wanted
+
+
+def test_a_shared_expert_is_left_apart_where_nobody_has_measured():
+    verdict = gates.judge_shared(replace(GOOD, device="metal"), expert_facts("metal", shared()), Policy())
+    assert isinstance(verdict, Decline)
+    assert "metal" in verdict.got
+
+
+def test_the_bound_on_widths_is_not_asked_of_a_shared_expert():
+    assert gates.judge_shared(GOOD, shared(), Policy(max_width=F)) == Accept("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
@@ -21,7 +23,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_experts.engine import activations
 from mlx_experts.engine.kernels import naive, pack
 from mlx_experts.engine.kernels._fused import Pair, arrays_of
-from mlx_experts.engine.kernels.facts import ExpertFacts
+from mlx_experts.engine.kernels.facts import Activation, ExpertFacts
 from mlx_experts.engine.kernels.source import Backend, Launch, text
 
 HOST = Path(__file__).parent / "host"
@@ -216,6 +218,9 @@ class Case:
 
     Args:
         down: format, bits and group size of the down projection where they differ.
+        shared: width of a shared expert that is stored as the others are; 0 for none.
+        weighed: bits of the row whose sigmoid weighs it (16 or 32: a plain row); 0 for none.
+        joined: its gate and up projections are one matrix.
     """
 
     dtype: mx.Dtype = mx.bfloat16
@@ -232,6 +237,9 @@ class Case:
     bias: bool = False
     global_scale: bool = False
     down: tuple[str, int, int] | None = None
+    shared: int = 0
+    weighed: int = 0
+    joined: bool = False
 
     def __str__(self) -> str:
         default = Case()
@@ -297,12 +305,38 @@ def build(case: Case, device: str) -> Built:
             container[name] = module.to_quantized(group, bits, mode=mode, global_scale=case.global_scale)
     experts = pack.read(container, activation)
     assert experts is not None
+    if case.shared:
+        experts = dataclasses.replace(experts, shared=_shared(case, activation))
     facts = pack.facts_of(experts, activation, rows=1, top_k=case.top_k, dtype=case.dtype, device=device)
     x = mx.random.normal((1, case.hidden)).astype(case.dtype)
     chosen = np.random.default_rng(7).permutation(case.experts)[: case.top_k].astype(np.uint32)
     indices, weights = mx.array(chosen)[None], mx.softmax(mx.random.normal((1, case.top_k)), axis=-1)
     truth = np.array(naive.experts_in_float32(experts, x, indices, weights))
     return Built(experts, facts, x, indices, weights, truth)
+
+
+def _shared(case: Case, activation: Activation) -> pack.PackedShared:
+    """A shared expert of MLX's own layers."""
+
+    def dense(inputs: int, outputs: int, mode: str, bits: int, group: int) -> nn.Module:
+        layer = nn.Linear(inputs, outputs, bias=case.bias)
+        layer.set_dtype(case.dtype)
+        if case.bias:
+            layer.bias = mx.random.normal(layer.bias.shape).astype(case.dtype)
+        return layer if mode == "plain" else nn.QuantizedLinear.from_linear(layer, group, bits, mode)
+
+    stored = (case.mode, case.bits, case.group)
+    gated = activation.gated and not case.joined
+    parts = {"gate": dense(case.hidden, case.shared, *stored)} if gated else {}
+    first, rows = ("gate_up", 2 * case.shared) if case.joined else ("up", case.shared)
+    parts[first] = dense(case.hidden, rows, *stored)
+    parts["down"] = dense(case.shared, case.hidden, *(case.down or stored))
+    gate = None
+    if case.weighed:
+        gate = dense(case.hidden, 1, "plain" if case.weighed > 8 else "affine", case.weighed, 64)
+    packed = pack.read_shared(parts, activation, gate)
+    assert packed is not None
+    return packed
 
 
 @pytest.fixture(scope="session")

@@ -265,3 +265,37 @@ def test_the_driver_reads_beyond_four_gibibytes():
     x, out = np.ones(8, np.float32), np.zeros(1, np.float32)
     cpu_driver._rows(stack, np.int32(expert), 0, 1, x, x, out)
     assert out[0] == row.sum()
+
+
+SHARED = {
+    "plain_float32": dict(mode="plain", dtype=mx.float32, shared=192, weighed=32),
+    "four_bits": dict(shared=384, weighed=8),
+    "joined_halves_with_bias": dict(shared=64, joined=True, bias=True, weighed=16),
+    "without_gate": dict(activation="relu2", dtype=mx.float16, shared=320),
+    "mixed_bits": dict(dtype=mx.float32, down=("affine", 6, 32), shared=256),
+    "mxfp8": dict(mode="mxfp8", bits=8, group=32, shared=96),
+}
+
+
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+def test_a_shared_expert_is_added(options, build_case, case_type):
+    built = build_case(case_type(**options), "cpu")
+    run = cpu.prepare(built.experts, built.x.dtype)
+    y = run(built.x, built.indices, built.weights)
+    assert built.distance(y) < DTYPES[str(built.x.dtype).rpartition(".")[2]][1]
+    assert mx.array_equal(y, run(built.x, built.indices, built.weights))
+
+
+def test_a_shared_expert_changed_in_place_is_noticed(build_case, case_type):
+    built = build_case(case_type(dtype=mx.float32, shared=128, weighed=32), "cpu")
+    run = cpu.prepare(built.experts, mx.float32)
+    before = run(built.x, built.indices, built.weights)
+    for stack in built.experts.shared.stacks():
+        array = stack.weight if stack.scales is None else stack.scales
+        array[...] = array * 2
+        mx.eval(array)
+        after = run(built.x, built.indices, built.weights)
+        truth = naive.experts_in_float32(built.experts, built.x, built.indices, built.weights)
+        assert relative_rms(after, truth) < 1e-5
+        assert relative_rms(after, before) > 1e-3
+        before = after

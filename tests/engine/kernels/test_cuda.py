@@ -25,12 +25,19 @@ TENSOR_CORES = {
     "plain_down": dict(down=("plain", 16, 0)),
     "float16_with_bias": dict(dtype=mx.float16, bias=True),
     "no_gate": dict(activation="relu2", experts=33, top_k=32, width=256),
+    "shared": dict(shared=128),
+    "shared_wide_and_weighed": dict(hidden=640, width=384, shared=768, weighed=8, top_k=2),
+    "shared_short_unit_of_joined_halves": dict(shared=640, joined=True, weighed=16, bias=True),
+    "shared_without_gate": dict(activation="relu2", shared=384, dtype=mx.float16),
+    "shared_with_a_plain_down": dict(down=("plain", 16, 0), shared=96, weighed=16),
 }
 ROWS = {
     "float32": dict(dtype=mx.float32),
     "three_bits": dict(bits=3, group=32, hidden=96, width=160, bias=True),
     "nvfp4": dict(mode="nvfp4", group=16, global_scale=True, hidden=96, width=96),
     "mxfp8_then_plain": dict(mode="mxfp8", bits=8, group=32, down=("plain", 16, 0)),
+    "shared": dict(dtype=mx.float32, shared=192, weighed=32, joined=True, bias=True),
+    "shared_of_another_width": dict(bits=6, group=32, hidden=96, width=64, shared=160, weighed=16),
 }
 
 

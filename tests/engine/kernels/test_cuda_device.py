@@ -89,6 +89,26 @@ def test_mixed_formats(options, build_case, case_type):
     check(build_case(case_type(bias=True, **options), "cuda"))
 
 
+SHARED = {
+    "as_wide": dict(shared=128),
+    "wider_and_weighed": dict(hidden=640, width=384, shared=1152, weighed=16, top_k=2),
+    "weighed_by_a_quantised_row": dict(hidden=2048, width=512, experts=40, top_k=10, shared=512, weighed=8),
+    "joined_halves_with_bias": dict(shared=640, joined=True, weighed=16, bias=True),
+    "without_gate": dict(activation="relu2", shared=384, dtype=mx.float16),
+    "a_warp_a_row": dict(hidden=96, width=160, bits=6, group=32, shared=96, weighed=16),
+    "float32": dict(dtype=mx.float32, shared=256, weighed=32),
+    "mxfp4": dict(mode="mxfp4", group=32, shared=256),
+    "plain": dict(mode="plain", shared=256, weighed=16),
+}
+
+
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+def test_a_shared_expert_in_the_same_launches(options, build_case, case_type):
+    built = build_case(case_type(**options), "cuda")
+    check(built)
+    check(built, tensor_cores=False)
+
+
 def test_row_offsets_past_two_to_the_31_elements(build_case, case_type):
     """The last expert of a stack of 2.6 billion weights."""
     built = build_case(case_type(hidden=2048, width=1280, experts=1000, top_k=2), "cuda")
