@@ -1,4 +1,4 @@
-"""Every family with a shared expert has it added by the kernel where nothing else stands between the two sums."""
+"""The kernel adds a shared expert wherever nothing else stands between the two sums, in every family."""
 
 from __future__ import annotations
 
