@@ -24,6 +24,7 @@ from mlx_experts.engine.described import Described
 from mlx_experts.engine.encodings import Decoded
 from mlx_experts.engine.layout import Tensors
 from mlx_experts.engine.model import ModelArgs
+from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import ConfigError, DeviceError, SpecError, TensorError
 from mlx_experts.registry.resolve import Plan
 
@@ -120,9 +121,9 @@ class Backbone(Described):
             )
         with _mlx_lm_reads(self.source):
             super().__init__(_arguments(self.source, args))
+            self._plan = args.plan
             # A copy, because a model may keep what its first call has made of its weights.
             _put_together(copy.deepcopy(self))
-        self._plan = args.plan
         self._originals = _Originals({})
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
         self._carrier = BackboneCarrier(args.plan, shapes, self._sanitized)
@@ -162,6 +163,15 @@ class Backbone(Described):
         """Why mlx-lm's blocks stayed, where they did."""
         spec = self.plan.family.backbone
         return [f"mlx-lm's MoE blocks are kept: {spec.kept}"] if spec is not None and spec.kept else []
+
+    def make_cache(self) -> list[Any]:
+        """mlx-lm's caches, or those that the family names in their place."""
+        spec = self.plan.family.backbone
+        caches = super().make_cache()
+        if spec is None or spec.cache is None:
+            return caches
+        instead_of = pieces().get("cache", spec.cache)
+        return [instead_of(theirs) for theirs in caches]
 
     def _sanitized(self, tensors: Tensors) -> Tensors:
         # A model of its own, never evaluated, because mlx-lm tells layers apart by the class of their block.

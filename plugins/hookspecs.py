@@ -91,4 +91,14 @@ def offer_embeddings() -> Offers:  # type: ignore[empty-body]
     """
 
 
+@hookspec
+def offer_caches() -> Offers:  # type: ignore[empty-body]
+    """Prompt caches by the `backbone.cache` that family files name.
+
+    Called as ``builder(theirs)`` with each empty cache that mlx-lm's model makes; returns the one that takes
+    its place, which has a ``state``, a class method ``from_state(state)``, ``nbytes`` for all that it holds,
+    and a class that mlx-lm's ``load_prompt_cache`` finds by its name in ``mlx_lm.models.cache``.
+    """
+
+
 Builder = Callable[..., Any]

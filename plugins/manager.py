@@ -31,6 +31,7 @@ KINDS = {
     "layout operation": "offer_layout_operations",
     "kernel": "offer_kernels",
     "embedding": "offer_embeddings",
+    "cache": "offer_caches",
 }
 
 

@@ -280,7 +280,9 @@ class BackboneSpec(Spec):
     blocks: tuple[str, ...] = Field((), description="Classes of its MoE blocks that are replaced.")
     kept: str | None = Field(None, description="Why its blocks stay as they are, where none is replaced.")
     needs_metal: bool = Field(False, description="Whether it runs on Metal only.")
-    saves_caches: bool = Field(True, description="Whether mlx-lm can save its prompt caches and load them.")
+    cache: str | None = Field(
+        None, description="The prompt cache that takes the place of mlx-lm's, where its own cannot be loaded."
+    )
 
     @model_validator(mode="after")
     def _blocks_are_replaced_or_kept(self) -> BackboneSpec:

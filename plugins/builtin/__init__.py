@@ -3,6 +3,7 @@
 MODULES: tuple[str, ...] = (
     "absorb",
     "block_sparse",
+    "compressed_groups",
     "dsa",
     "gated_delta",
     "kimi_delta",

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import _merge_caches
+from mlx_lm.models import deepseek_v41
 from mlx_lm.models.kimi_k3 import KimiK3SparseMoE
 from mlx_lm.utils import load_model as load_in_mlx_lm
 from mlx_lm.utils import save_config
@@ -22,6 +25,7 @@ from mlx_experts.engine.loading import load_with_report
 from mlx_experts.engine.model import ModelArgs
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.checkpoint import Checkpoint
 from mlx_experts.registry.errors import ConfigError, DeviceError, SpecError, TensorError
 from mlx_experts.registry.resolve import resolve
@@ -178,6 +182,26 @@ def test_a_block_of_another_class_than_the_file_says_is_refused() -> None:
     none = family.backbone.model_copy(update={"module": "no_such_model"})
     with pytest.raises(SpecError, match="no such model"):
         build(ModelArgs(resolve(family.model_copy(update={"backbone": none}), config), config))
+
+
+def test_a_cache_that_no_plugin_offers_is_refused() -> None:
+    family, config = tiny("deepseek_v41")
+    other = family.backbone.model_copy(update={"cache": "compressed_group"})
+    with pytest.raises(PluginProblem, match="did you mean 'compressed_groups'"):
+        build(ModelArgs(resolve(family.model_copy(update={"backbone": other}), config), config))
+
+
+def test_what_the_notes_say_that_mlx_lms_model_cannot_do() -> None:
+    """Its gathers have no gradient towards their indices, and its rows stand at one position."""
+    family, config = tiny("deepseek_v41")
+    assert any("training" in note for note in family.notes)
+    assert any("batch_generate" in note for note in family.notes)
+    theirs = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(config))
+    for model in (theirs, build_tiny(family, config)):
+        with pytest.raises(ValueError, match="Cannot calculate VJP with respect to indices"):
+            nn.value_and_grad(model, lambda m: m(IDS).sum())(model)
+        with pytest.raises(ValueError, match="does not yet support batching"):
+            _merge_caches([model.make_cache(), model.make_cache()])
 
 
 def test_a_config_that_mlx_lm_refuses_is_an_error_of_the_config() -> None:
