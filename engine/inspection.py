@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from mlx_experts.engine import gates, policy, tune
 from mlx_experts.engine.account import collapse
@@ -215,20 +215,28 @@ def _account(model: Described, tensors: dict[str, mx.array], result: Inspection,
 
 
 def _cache_bytes(model: Described, context: int) -> int:
-    """Bytes of one sequence's cache at ``context`` tokens, from the shapes that two tokens leave behind."""
+    """Bytes of one sequence's cache at ``context`` tokens, from the shapes that a prompt leaves behind.
+
+    How mlx-lm's caches grow is known, so two tokens do; a cache that a family brings sees the whole context.
+    """
+    backbone = model.plan.family.backbone
+    length = context if backbone is not None and backbone.cache is not None else 2
     cache = model.make_cache()
-    model(mx.zeros((1, 2), dtype=mx.int32), cache=cache)
-    total = 0
-    for each in cache:
-        limit = each.max_size if isinstance(each, RotatingKVCache) else context
-        for _, value in tree_flatten(each.state):
-            if not isinstance(value, mx.array):
-                continue
-            grows = value.ndim == 4 and value.shape[2] >= 2
-            tokens = value.shape[2] if grows else 1
-            length = -(-min(context, limit) // 256) * 256 if grows and limit >= context else limit
-            total += value.nbytes // tokens * (length if grows else 1)
-    return total
+    model(mx.zeros((1, length), dtype=mx.int32), cache=cache)
+    return sum(_grown(each, context) for each in cache)
+
+
+def _grown(cache: Any, context: int) -> int:
+    """Bytes of a cache at ``context`` tokens: keys and values grow in steps, states stay as they are."""
+    if isinstance(cache, CacheList):
+        return sum(_grown(each, context) for each in cache.caches)
+    size: int = cache.nbytes
+    if not isinstance(cache, KVCache | RotatingKVCache) or size == 0:
+        return size
+    tokens = -(-context // cache.step) * cache.step
+    if isinstance(cache, RotatingKVCache):
+        tokens = min(tokens, cache.max_size)
+    return size // cache.keys.shape[2] * tokens
 
 
 def _paths(model: Described) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What `registry inspect` says that weights will take, against the loaded model."""
+"""What `registry inspect` says that weights and caches will take, against the loaded model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.engine.loading import load_model
+from mlx_experts.engine.loading import load_model, save_model
 from mlx_experts.engine.originals import View, all_views
+from mlx_experts.engine.selfcheck import build_tiny
 from mlx_experts.registry.catalog import Catalog
 from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.registry.schema import Family
+from mlx_experts.registry.synthetic import tiny_config
 
 CASES = Path(__file__).parent.parent / "cases"
 
 
-def _loads_here(view: View) -> bool:
-    backbone = Catalog().for_config(view.config()).backbone
-    return backbone is None or not backbone.needs_metal or mx.metal.is_available()
+def _runs_here(family: Family) -> bool:
+    return family.backbone is None or not family.backbone.needs_metal or mx.metal.is_available()
 
 
 def _said_over_loaded(folder: Path) -> float:
@@ -29,7 +31,9 @@ def _said_over_loaded(folder: Path) -> float:
     return said / sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
-@pytest.mark.parametrize("view", [v for v in all_views(CASES) if _loads_here(v)], ids=lambda v: v.id)
+@pytest.mark.parametrize(
+    "view", [v for v in all_views(CASES) if _runs_here(Catalog().for_config(v.config()))], ids=lambda v: v.id
+)
 def test_inspect_foresees_the_memory_of_a_case(view: View) -> None:
     with view.folder() as folder:
         assert _said_over_loaded(folder) == pytest.approx(1.0, abs=0.02)
@@ -38,3 +42,20 @@ def test_inspect_foresees_the_memory_of_a_case(view: View) -> None:
 def test_inspect_foresees_the_memory_of_the_demo() -> None:
     demo = Path(str(files("mlx_experts").joinpath("demo")))
     assert _said_over_loaded(demo) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("name", [n for n in Catalog().names() if _runs_here(Catalog().load(n))])
+def test_inspect_foresees_the_bytes_of_a_cache(name: str, tmp_path: Path) -> None:
+    """Of a prompt and one token, around the windows and beyond the steps in which caches grow."""
+    family = Catalog().load(name)
+    config = tiny_config(family)
+    model = build_tiny(family, config)
+    save_model(tmp_path, model, config)
+    for context in (3, 20, 301):
+        ids = mx.random.randint(0, model.plan.sizes.vocab_size, (1, context), key=mx.random.key(1))
+        cache = model.make_cache()
+        for part in (ids[:, :-1], ids[:, -1:]):
+            mx.eval(model(part, cache=cache))
+        checkpoint = Checkpoint.open(tmp_path)
+        said = inspect_checkpoint(checkpoint, context=context, dtype="float32", family=family).cache_bytes
+        assert said == sum(each.nbytes for each in cache), f"{context} tokens"
