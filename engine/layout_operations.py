@@ -1,4 +1,4 @@
-"""The layout operations that family files declare: renaming, cutting, joining, turning.
+"""The layout operations that family files declare: renaming, cutting, turning.
 
 Each looks for its complete source and does nothing where that is absent; a partial source is an error.
 """
@@ -172,39 +172,6 @@ def _slices(value: mx.array, sizes: list[int], axis: int) -> list[mx.array]:
     return parts
 
 
-@dataclass(frozen=True)
-class ConcatOperation:
-    """Joins several modules on disk into one, along their output rows; a split seen from behind."""
-
-    sources: tuple[str, ...]
-    target: str
-
-    def forward(self, tensors: Tensors, tree: Tree) -> bool:
-        done = False
-        for at in per_layer(self.target, tree):
-            present = [bool(planes(tensors, fill(s, at))) for s in self.sources]
-            if not any(present):
-                continue
-            if not all(present):
-                missing = [fill(s, at) for s, there in zip(self.sources, present, strict=True) if not there]
-                raise TensorError("parts of a joined tensor are missing", where=", ".join(missing))
-            parts = [take(tensors, fill(s, at)) for s in self.sources]
-            for plane in parts[0]:
-                values = [part[plane] for part in parts]
-                # A depthwise kernel [C, ...] and a vector are joined along their first axis.
-                axis = 0 if plane != "global_scale" and values[0].ndim != 2 else rows_axis(plane, values[0])
-                put(tensors, fill(self.target, at), {plane: mx.concatenate(values, axis=axis)})
-            done = True
-        return done
-
-    def backward(self, tensors: Tensors, tree: Tree) -> None:
-        raise NotImplementedError("the module tree holds the joined tensor; checkpoints of either form load")
-
-    def modules(self, path: str, tree: Tree) -> list[str]:
-        found = (numbers_in(source, path) for source in self.sources)
-        return [next((fill(self.target, at) for at in found if at is not None), path)]
-
-
 def _moved_module(path: str, source: str, target: str) -> str:
     """Where a module goes whose weight is the tensor ``source``."""
     at = numbers_in(source, f"{path}.weight")
@@ -312,8 +279,6 @@ def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str
             return RenameOperation(op)
         case spec.SplitOp():
             return SplitOperation(op.source, op.target, op.interleaved, resolve(op.groups), op.channels)
-        case spec.ConcatOp():
-            return ConcatOperation(op.source, op.target)
         case spec.ConvOp():
             return ConvOperation(op.source, op.target or op.source)
         case spec.ReshapeOp():

@@ -86,14 +86,6 @@ class SplitOp(Spec):
     channels: bool = Field(False, description="Cut convolution kernels along their channels.")
 
 
-class ConcatOp(Spec):
-    """Several tensors on disk are one in the tree."""
-
-    op: Literal["concat"] = Field(description="Join modules' planes along their output rows.")
-    source: tuple[str, ...] = Field(alias="from", description="Names on disk, in order.")
-    target: str = Field(alias="to", description="Name in the module tree.")
-
-
 class ConvOp(Spec):
     """A depthwise convolution's kernel, [C, 1, K] on disk and [C, K, 1] in MLX."""
 
@@ -128,9 +120,7 @@ class PluginOp(Spec):
     options: Options = Field({}, description="Options of the operation.")
 
 
-LayoutOp = Annotated[
-    Rename | SplitOp | ConcatOp | ConvOp | ReshapeOp | PickOp | PluginOp, Field(discriminator="op")
-]
+LayoutOp = Annotated[Rename | SplitOp | ConvOp | ReshapeOp | PickOp | PluginOp, Field(discriminator="op")]
 
 
 class LayoutsSpec(Spec):
