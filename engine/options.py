@@ -1,4 +1,4 @@
-"""Reads the free options of a plugin's piece into a model of the plugin's own."""
+"""Reads the free options of a plugin's piece into a model of its own, and holds sizes to each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.errors import ConfigError, SpecError
+from mlx_experts.registry.resolve import LayerPlan
+from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import RESOLVED, Spec
 
 O = TypeVar("O", bound=Spec)  # noqa: E741
@@ -35,3 +37,29 @@ def read_options(kind: type[O], options: Mapping[str, Any], where: str) -> O:
             expected=f"one of {', '.join(kind.model_fields)}" if first["type"] == "unknown_key" else "",
             found="" if first["type"] == "missing" else repr(first["input"])[:80],
         ) from error
+
+
+def mixer_options(kind: type[O], layer: LayerPlan, where: str) -> O:
+    """The options of a layer's mixer that a plugin builds; otherwise as :func:`read_options`."""
+    assert isinstance(layer.mixer, PluginMixerSpec)
+    return read_options(kind, layer.mixer.options, where)
+
+
+def check_parts(whole: int, parts: int, problem: str, layer: int | None = None) -> None:
+    """Hold a size of the config to a multiple of another.
+
+    Args:
+        whole: what is cut into ``parts`` equal parts.
+        problem: what cannot be, for the message.
+        layer: index of the layer that it is of.
+
+    Raises:
+        ConfigError: something would be left over.
+    """
+    if whole % parts:
+        raise ConfigError(
+            problem,
+            where="config.json" if layer is None else f"config.json, layer {layer}",
+            expected=f"a multiple of {parts}",
+            found=str(whole),
+        )

@@ -15,13 +15,13 @@ from pydantic import Field
 
 from mlx_experts.engine.attention import Attention
 from mlx_experts.engine.modules import ZeroCentredRMSNorm
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import check_parts, mixer_options
 from mlx_experts.engine.shard import Group, share_of, spread_rows
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import GqaSpec, PluginMixerSpec
+from mlx_experts.registry.schema import GqaSpec
 from mlx_experts.registry.values import Spec, Width
 
 
@@ -53,18 +53,11 @@ class BlockSparseAttention(Attention):
     """
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        spec = read_options(BlockSparseOptions, layer.mixer.options, "block-sparse attention")
+        spec = mixer_options(BlockSparseOptions, layer, "block-sparse attention")
         super().__init__(dataclasses.replace(layer, mixer=spec.attention), plan)
         self._sparse, self._index_heads = spec, spec.index_heads
         sizes = layer.sizes
-        if self.heads % spec.index_heads:
-            raise ConfigError(
-                "the index heads do not divide the query heads",
-                where="config.json",
-                expected=f"a divisor of {self.heads}",
-                found=str(spec.index_heads),
-            )
+        check_parts(self.heads, spec.index_heads, "the index heads do not divide the query heads")
         turned = layer.rope.width(self.head_dim) if layer.rope is not None else 0
         if turned > spec.index_dim:
             raise ConfigError(

@@ -13,14 +13,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache
 from pydantic import Field
 
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import mixer_options
 from mlx_experts.engine.rope import Rope
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.builtin.mla import LatentAttention, MlaOptions, remember
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan, RopePlan
-from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Count, Width
 
 _SHARED = {"full": False, "F": False, "shared": True, "S": True}
@@ -106,8 +105,7 @@ class SparseAttention(LatentAttention):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__(layer, plan)
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        self._dsa = spec = read_options(DsaOptions, layer.mixer.options, "sparse attention")
+        self._dsa = spec = mixer_options(DsaOptions, layer, "sparse attention")
         if not spec.q_rank:
             raise ConfigError("an indexer needs a latent width of queries", where="config.json")
         self._shared = shares_selection(spec, layer.index)

@@ -16,12 +16,10 @@ from pydantic import Field
 
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import check_parts, mixer_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
-from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Spec, Width
 
 
@@ -54,15 +52,9 @@ class GatedDelta(Mixer):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        spec = read_options(GatedDeltaOptions, layer.mixer.options, "a gated delta net")
-        if spec.value_heads % spec.key_heads:
-            raise ConfigError(
-                "the value heads cannot be divided among the key heads",
-                where=f"config.json, layer {layer.index}",
-                expected=f"a multiple of {spec.key_heads}",
-                found=str(spec.value_heads),
-            )
+        spec = mixer_options(GatedDeltaOptions, layer, "a gated delta net")
+        problem = "the value heads cannot be divided among the key heads"
+        check_parts(spec.value_heads, spec.key_heads, problem, layer.index)
         self._spec, width = spec, layer.sizes.hidden_size
         self._keys, self._values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
         mixed = 2 * self._keys + self._values

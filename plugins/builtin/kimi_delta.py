@@ -17,11 +17,10 @@ from mlx_experts.engine.activations import apply, make
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.modules import find, place
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import mixer_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Bool, Num, Spec, Str, Width
 
 
@@ -53,8 +52,7 @@ class KimiDelta(Mixer):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        self._spec = spec = read_options(KimiDeltaOptions, layer.mixer.options, "Kimi delta attention")
+        self._spec = spec = mixer_options(KimiDeltaOptions, layer, "Kimi delta attention")
         self._activation = make(spec.activation)
         width, inner = layer.sizes.hidden_size, spec.heads * spec.head_dim
         for name in "qkv":

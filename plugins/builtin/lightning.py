@@ -15,13 +15,11 @@ from pydantic import Field
 
 from mlx_experts.engine.activations import apply, make
 from mlx_experts.engine.mixer import Mixer
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import check_parts, mixer_options
 from mlx_experts.engine.rope import Rope
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
-from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Bool, Num, Positive, Spec, Str, Width
 
 BLOCK = 128
@@ -71,13 +69,7 @@ class GroupNorm(nn.Module):
 
     def __init__(self, dims: int, groups: int, eps: float) -> None:
         super().__init__()
-        if dims % groups:
-            raise ConfigError(
-                "the width of a norm cannot be divided into that many groups",
-                where="config.json",
-                expected=f"a divisor of {dims}",
-                found=str(groups),
-            )
+        check_parts(dims, groups, "the width of a norm cannot be divided into that many groups")
         self.weight = mx.ones((dims,))
         self._groups, self._eps = groups, eps
 
@@ -96,8 +88,7 @@ class Lightning(Mixer):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        spec = read_options(LightningOptions, layer.mixer.options, "a lightning attention")
+        spec = mixer_options(LightningOptions, layer, "a lightning attention")
         sizes = layer.sizes
         self._spec, self._heads, self._dim = spec, sizes.num_heads, spec.head_dim or sizes.head_dim
         width, inner, names = sizes.hidden_size, self._heads * self._dim, spec.names

@@ -16,11 +16,10 @@ from pydantic import Field
 from mlx_experts.engine.activations import apply, make
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import mixer_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Bool, Spec, Str, Width
 
 # Fewer tokens than SHORT gain nothing from chunks; MOST_DECAYS bounds what is worked out at once.
@@ -125,8 +124,7 @@ class Mamba1(Mixer):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        spec = read_options(Mamba1Options, layer.mixer.options, "a Mamba mixer")
+        spec = mixer_options(Mamba1Options, layer, "a Mamba mixer")
         width, eps = layer.sizes.hidden_size, layer.sizes.norm_eps
         inner = spec.expand * width
         rank = math.ceil(width / 16) if spec.rank == "auto" else spec.rank

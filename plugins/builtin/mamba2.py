@@ -16,12 +16,10 @@ from pydantic import Field
 from mlx_experts.engine.activations import apply, make
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import check_parts, mixer_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
-from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Bool, Spec, Str, Width
 
 
@@ -64,30 +62,20 @@ class Mamba2(Mixer):
         plan: the model's plan.
 
     Raises:
-        ConfigError: the heads cannot be divided into that many groups.
+        ConfigError: the heads cannot be divided into that many groups, or the width among the heads.
     """
 
     float32_leaves: ClassVar[tuple[str, ...]] = ("A_log",)
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        spec = read_options(Mamba2Options, layer.mixer.options, "a Mamba-2 mixer")
-        if spec.heads % spec.groups:
-            raise ConfigError(
-                "the heads of a state space cannot be divided into that many groups",
-                where=f"config.json, layer {layer.index}",
-                expected=f"a divisor of {spec.heads}",
-                found=str(spec.groups),
-            )
+        spec = mixer_options(Mamba2Options, layer, "a Mamba-2 mixer")
+        problem = "the heads of a state space cannot be divided into that many groups"
+        check_parts(spec.heads, spec.groups, problem, layer.index)
         self._spec, width = spec, layer.sizes.hidden_size
-        if spec.head_dim == "auto" and spec.expand * width % spec.heads:
-            raise ConfigError(
-                "the expanded width cannot be divided among the heads of a state space",
-                where=f"config.json, layer {layer.index}",
-                expected=f"a divisor of {spec.expand * width}",
-                found=str(spec.heads),
-            )
+        if spec.head_dim == "auto":
+            problem = "the expanded width cannot be divided among the heads of a state space"
+            check_parts(spec.expand * width, spec.heads, problem, layer.index)
         self._head_dim = spec.expand * width // spec.heads if spec.head_dim == "auto" else spec.head_dim
         self._activation = make(spec.activation)
         self._inner, self._vectors = spec.heads * self._head_dim, spec.groups * spec.state

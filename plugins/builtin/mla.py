@@ -18,7 +18,7 @@ from pydantic import Field
 from mlx_experts.engine.attention import query_temperature
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.modules import find, place
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import mixer_options
 from mlx_experts.engine.rope import Rope, yarn_mscale
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
@@ -59,8 +59,7 @@ class LatentAttention(Mixer):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        self._spec = spec = read_options(self.options_kind(), layer.mixer.options, "latent attention")
+        self._spec = spec = mixer_options(self.options_kind(), layer, "latent attention")
         self.heads, self.width = layer.sizes.num_heads, layer.sizes.hidden_size
         self.scale = softmax_scale(spec.nope_dim + spec.rope_dim, layer.rope)
         self._rope = Rope(layer.rope, spec.rope_dim) if layer.rope is not None else None

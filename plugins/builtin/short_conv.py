@@ -14,11 +14,10 @@ from pydantic import Field
 
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.options import mixer_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import PluginMixerSpec
 from mlx_experts.registry.values import Bool, Spec, Width
 
 
@@ -39,8 +38,7 @@ class ShortConv(Mixer):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()
-        assert isinstance(layer.mixer, PluginMixerSpec)
-        spec = read_options(ShortConvOptions, layer.mixer.options, "a short convolution")
+        spec = mixer_options(ShortConvOptions, layer, "a short convolution")
         width = layer.sizes.hidden_size
         self.conv = make_causal_conv(width, spec.kernel, spec.bias)
         self.in_proj = nn.Linear(width, 3 * width, bias=spec.bias)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from mlx_experts.engine.options import read_options
-from mlx_experts.registry.errors import SpecError
+from mlx_experts.engine.options import check_parts, read_options
+from mlx_experts.registry.errors import ConfigError, SpecError
 from mlx_experts.registry.values import Int, Spec
 
 
@@ -34,3 +34,14 @@ def test_option_of_the_wrong_type_shows_its_value() -> None:
     with pytest.raises(SpecError) as caught:
         read_options(Options, {"kernel": "four"}, "a mixer")
     assert caught.value.found == "'four'"
+
+
+def test_a_size_that_cannot_be_cut_into_equal_parts_is_named_with_its_layer() -> None:
+    check_parts(6, 3, "the heads cannot be divided")
+    with pytest.raises(ConfigError, match="the heads cannot be divided") as caught:
+        check_parts(6, 4, "the heads cannot be divided", layer=2)
+    assert (caught.value.where, caught.value.expected, caught.value.found) == (
+        "config.json, layer 2",
+        "a multiple of 4",
+        "6",
+    )
