@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mlx_experts.registry import rules
@@ -26,15 +26,8 @@ def expand_moe_layers(
     Raises:
         ConfigError: no rule applies, or a list is too short.
     """
-    for rule in layer_rules:
-        if _applies(rule, view):
-            return [_has_experts(rule, i, view, count, resolver) for i in range(count)]
-    keys = [key for rule in layer_rules for key in _keys(rule)]
-    raise ConfigError(
-        "config.json does not say which layers have experts",
-        where="config.json",
-        expected=f"one of {', '.join(keys)}",
-    )
+    rule = _first_that_applies(layer_rules, view, "which layers have experts")
+    return [_has_experts(rule, i, view, count, resolver) for i in range(count)]
 
 
 def expand_types(
@@ -47,14 +40,23 @@ def expand_types(
     """
     if type_rules is None:
         return ["full_attention"] * count
-    for rule in type_rules:
+    rule = _first_that_applies(type_rules, view, "which type each layer has")
+    return [_type(rule, i, view, count, resolver) for i in range(count)]
+
+
+def _first_that_applies(listed: Sequence[Any], view: ConfigView, what: str) -> Any:
+    """The rule that the config chooses.
+
+    Raises:
+        ConfigError: it chooses none, so that it does not say ``what``.
+    """
+    for rule in listed:
         if _applies(rule, view):
-            return [_type(rule, i, view, count, resolver) for i in range(count)]
-    keys = [key for rule in type_rules for key in _keys(rule)]
+            return rule
     raise ConfigError(
-        "config.json does not say which type each layer has",
+        f"config.json does not say {what}",
         where="config.json",
-        expected=f"one of {', '.join(keys)}",
+        expected=f"one of {', '.join(key for rule in listed for key in _keys(rule))}",
     )
 
 
@@ -121,15 +123,13 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             step = _count(rule.step, i, resolver, least=0)
             return step > 0 and i not in dense and (i + 1) % step == 0
         case rules.Periodic():
-            period = _count(rule.period, i, resolver)
-            offset = period - 1 if rule.offset == "last" else _count(rule.offset, i, resolver, least=0)
-            return i % period == offset
+            return _in_turn(rule, i, resolver)
         case rules.RangeRule():
             first, last = _bound(rule.start, i, resolver, min), _bound(rule.end, i, resolver, max)
             last = count - 1 if last is None or last == -1 else last
             return (first or 0) <= i <= last and (i + 1) % _count(rule.interval, i, resolver) == 0
         case rules.IndexRule():
-            return i + rule.base in _indices(view.get(rule.key), rule.key)
+            return _listed(rule, i, view)
         case rules.LetterRule():
             return bool(_entry(view, rule.key, i, count) == rule.letter)
     raise AssertionError(f"no expansion for {type(rule).__name__}")
@@ -157,12 +157,11 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
             return types[entry]
         case rules.TypePeriodic():
             period = _count(rule.period, i, resolver)
-            offset = period - 1 if rule.offset == "last" else _count(rule.offset, i, resolver, least=0)
             if rule.tail is not None and i >= count // period * period:
                 return rule.tail
-            return rule.is_ if i % period == offset else rule.otherwise
+            return rule.is_ if _in_turn(rule, i, resolver) else rule.otherwise
         case rules.TypeIndices():
-            return rule.is_ if i + rule.base in _indices(view.get(rule.key), rule.key) else rule.otherwise
+            return rule.is_ if _listed(rule, i, view) else rule.otherwise
         case rules.TypeRange():
             start, stop = _count(rule.start, i, resolver, least=0), resolver.value(rule.stop, i)
             inside = start <= i and (stop is None or i < _count(stop, i, resolver, least=0))
@@ -171,6 +170,18 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
         case rules.TypePattern():
             return rule.types[i % len(rule.types)]
     raise AssertionError(f"no expansion for {type(rule).__name__}")
+
+
+def _in_turn(rule: rules.Periodic | rules.TypePeriodic, i: int, resolver: ReadsRefs) -> bool:
+    """Whether a layer is the one of its period that a rule picks."""
+    period = _count(rule.period, i, resolver)
+    offset = period - 1 if rule.offset == "last" else _count(rule.offset, i, resolver, least=0)
+    return i % period == offset
+
+
+def _listed(rule: rules.IndexRule | rules.TypeIndices, i: int, view: ConfigView) -> bool:
+    """Whether the config lists a layer."""
+    return i + rule.base in _indices(view.get(rule.key), rule.key)
 
 
 def _count(value: Any, i: int, resolver: ReadsRefs, least: int = 1) -> int:

@@ -6,7 +6,7 @@ name, because its tensors would load as something else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,13 +97,8 @@ def read_declared(entry: Mapping[str, Any] | None) -> Declared:
         return _compressed(entry)
     if method == "modelopt":
         return _modelopt(entry)
-    raise QuantizationError(
-        "The checkpoint's quantisation method is not supported.",
-        where=f"{_WHERE}.quant_method",
-        expected=", ".join(_METHODS),
-        found=short(method),
-        hint="Convert the original checkpoint with `mlx_lm.convert`, or take an export in one of these.",
-    )
+    hint = "Convert the original checkpoint with `mlx_lm.convert`, or take an export in one of these."
+    raise _unsupported("quantisation method", "quant_method", _METHODS, method, hint)
 
 
 def _transposed(method: str, entry: Mapping[str, Any]) -> Declared:
@@ -111,12 +106,7 @@ def _transposed(method: str, entry: Mapping[str, Any]) -> Declared:
     key, known = ("version", ("gemm",)) if method == "awq" else ("checkpoint_format", ("gptq", "gptq_v2"))
     arrangement = entry.get(key) or known[0]
     if not isinstance(arrangement, str) or arrangement.lower() not in known:
-        raise QuantizationError(
-            f"The checkpoint's {method} arrangement is not supported.",
-            where=f"{_WHERE}.{key}",
-            expected=", ".join(known),
-            found=short(arrangement),
-        )
+        raise _unsupported(f"{method} arrangement", key, known, arrangement)
     pair = (
         _whole(entry.get("bits", 4), "bits"),
         max(_whole(entry.get("group_size", 128), "group_size", -1), 0),
@@ -146,13 +136,8 @@ def _compressed(entry: Mapping[str, Any]) -> Declared:
         block = _block(weights.get("block_structure"), f"{where}.block_structure") or block
     for key, name in formats:
         if name is not None and (not isinstance(name, str) or name not in _COMPRESSED_FORMATS):
-            raise QuantizationError(
-                "The checkpoint's compressed-tensors format is not supported.",
-                where=f"{_WHERE}.{key}",
-                expected=", ".join(_COMPRESSED_FORMATS),
-                found=short(name),
-                hint="Take an export in one of these formats, or the original checkpoint.",
-            )
+            hint = "Take an export in one of these formats, or the original checkpoint."
+            raise _unsupported("compressed-tensors format", key, _COMPRESSED_FORMATS, name, hint)
     mode = _COMPRESSED_FORMATS.get(str(entry.get("format")))
     return Declared("compressed-tensors", _entry(mode, integers), block, integers=tuple(integers))
 
@@ -163,13 +148,8 @@ def _modelopt(entry: Mapping[str, Any]) -> Declared:
         raise _wrong("quantization", "an object", settings)
     algorithm = settings.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in _MODELOPT_ALGORITHMS:
-        raise QuantizationError(
-            "The checkpoint's ModelOpt algorithm is not supported.",
-            where=f"{_WHERE}.quant_algo",
-            expected=", ".join(_MODELOPT_ALGORITHMS),
-            found=short(algorithm),
-            hint="Take an export in one of these, or the original checkpoint.",
-        )
+        hint = "Take an export in one of these, or the original checkpoint."
+        raise _unsupported("ModelOpt algorithm", "quant_algo", _MODELOPT_ALGORITHMS, algorithm, hint)
     return Declared("modelopt", _entry(_MODELOPT_ALGORITHMS[algorithm], []))
 
 
@@ -198,6 +178,16 @@ def _whole(value: Any, key: str, least: int = 1) -> int:
     if type(value) is int and least <= value <= 2**20:
         return value
     raise _wrong(key, f"a whole number from {least}" if least != 1 else "a positive whole number", value)
+
+
+def _unsupported(what: str, key: str, known: Iterable[str], found: Any, hint: str = "") -> QuantizationError:
+    return QuantizationError(
+        f"The checkpoint's {what} is not supported.",
+        where=f"{_WHERE}.{key}",
+        expected=", ".join(known),
+        found=short(found),
+        hint=hint,
+    )
 
 
 def _wrong(key: str, expected: str, found: Any) -> QuantizationError:

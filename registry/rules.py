@@ -110,7 +110,7 @@ class TypeLetters(Spec):
 class TypePeriodic(Spec):
     """Every n-th layer is of one type, the rest of another."""
 
-    kind: Literal["periodic"] = Field(description="(i + shift) % period == offset picks the type `is`.")
+    kind: Literal["periodic"] = Field(description="i % period == offset picks the type `is`.")
     period: Int = Field(description="The period.")
     offset: Int | Literal["last"] = Field(description="The offset; `last` for period - 1.")
     is_: str = Field(alias="is", description="Type of the picked layers.")
