@@ -57,15 +57,7 @@ class BackboneCarrier(Carrier):
         super().__init__(plan, shapes)
         self._sanitize = sanitize
 
-    def decode(
-        self,
-        arrays: Mapping[str, mx.array],
-        config: Mapping[str, Any],
-        dtypes: Mapping[str, str] | None = None,
-        dense: mx.Dtype = mx.bfloat16,
-        *,
-        values: bool = True,
-    ) -> Decoded:
+    def decode(self, arrays: Mapping[str, mx.array], *args: Any, **kwargs: Any) -> Decoded:
         """The arrays as they are: mlx-lm's ``sanitize`` reads the encodings of its family itself."""
         return Decoded(dict(arrays))
 

@@ -9,6 +9,8 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_experts.plugins.hookspecs import hookimpl
 
+_HELD = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate", "offset", "window_size")
+
 
 class CompressedGroupsCache(LayerCache):  # type: ignore[misc]
     """mlx-lm's cache of one DeepSeek-V4.1 layer, whose state is all that it holds.
@@ -22,27 +24,12 @@ class CompressedGroupsCache(LayerCache):  # type: ignore[misc]
     @property
     def state(self) -> tuple[Any, ...]:
         """The arrays, the tokens seen, and the window's size in tokens."""
-        return (
-            self.window,
-            self.compress_kv,
-            self.index_k,
-            self.pending_kv,
-            self.pending_gate,
-            self.offset,
-            self.window_size,
-        )
+        return tuple(getattr(self, name) for name in _HELD)
 
     @state.setter
     def state(self, values: tuple[Any, ...]) -> None:
-        (
-            self.window,
-            self.compress_kv,
-            self.index_k,
-            self.pending_kv,
-            self.pending_gate,
-            self.offset,
-            self.window_size,
-        ) = values
+        for name, value in zip(_HELD, values, strict=True):
+            setattr(self, name, value)
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> CompressedGroupsCache:
