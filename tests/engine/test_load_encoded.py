@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from foreign_encoders import Planes, compressed, integers, nvfp4
 
 from mlx_experts.engine.inspection import inspect_checkpoint
 from mlx_experts.engine.load import load_checkpoint, parameter_bytes
@@ -38,7 +38,6 @@ CONFIG = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
-Planes = dict[str, mx.array]
 
 
 def plain() -> Planes:
@@ -71,43 +70,10 @@ def fp8(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
     return {"weight": stored, "weight_scale_inv": scale}, mx.from_fp8(stored, mx.float32) * whole
 
 
-def integers(bits: int, group: int) -> Callable[[mx.array, int], tuple[Planes, mx.array]]:
-    def encode(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
-        rows, columns = weight.shape
-        cut, top = weight.reshape(rows, -1, group), (1 << bits - 1) - 1
-        scale = mx.abs(cut).max(-1, keepdims=True) / top
-        values = mx.clip(mx.round(cut / scale), -top - 1, top)
-        unsigned = (values + (top + 1)).astype(mx.uint32).reshape(rows, -1, 32 // bits)
-        packed = mx.sum(unsigned << mx.arange(0, 32, bits, dtype=mx.uint32), axis=-1).astype(mx.int32)
-        planes = {"weight_packed": packed, "weight_scale": scale.squeeze(-1)}
-        planes["weight_shape"] = mx.array([rows, columns], mx.int64)
-        return planes, (values * scale).reshape(rows, columns)
-
-    return encode
-
-
 def mxfp4(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
     packed, scale = mx.quantize(weight, mode="mxfp4")
     value = mx.dequantize(packed, scale, mode="mxfp4", dtype=mx.float32)
     return {"weight_packed": packed.view(mx.uint8), "weight_scale": scale}, value
-
-
-def nvfp4(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
-    # Every tensor has its own scale, so that a scale used for a neighbour shows.
-    whole = mx.array(0.02 * (1 + number % 5))
-    packed, scale = mx.quantize(weight / whole, mode="nvfp4")
-    value = mx.dequantize(packed, scale, mode="nvfp4", dtype=mx.float32) * whole
-    planes = {"weight": packed.view(mx.uint8), "weight_scale": scale, "weight_scale_2": whole}
-    return {**planes, "input_scale": mx.array(1.0)}, value
-
-
-def compressed(bits: int, group: int) -> dict[str, object]:
-    weights = {"num_bits": bits, "group_size": group, "type": "int", "symmetric": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
 
 
 METHODS = {

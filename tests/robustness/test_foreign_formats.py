@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from foreign_encoders import Encoder, Planes, compressed, integers, nvfp4
 
 from mlx_experts import save_model
 from mlx_experts.engine.families import catalog
@@ -17,40 +18,11 @@ from mlx_experts.engine.selfcheck import build_tiny
 from mlx_experts.registry.errors import QuantizationError
 from mlx_experts.registry.layouts import PerExpert
 
-Tensors = dict[str, mx.array]
 
-
-def modelopt(weight: mx.array, number: int, whole: float | None = None) -> tuple[Tensors, mx.array]:
-    """NVIDIA's nvfp4: packed bytes, a scale for 16 values, one for the matrix; and what they stand for."""
-    scale = mx.array(whole if whole is not None else 0.02 * (1 + number % 5))
-    packed, blocks = mx.quantize(weight / scale, mode="nvfp4")
-    value = mx.dequantize(packed, blocks, mode="nvfp4", dtype=mx.float32) * scale
-    planes = {"weight": packed.view(mx.uint8), "weight_scale": blocks, "weight_scale_2": scale}
-    return {**planes, "input_scale": mx.array(1.0)}, value
-
-
-def integers(bits: int, group: int) -> Callable[[mx.array, int], tuple[Tensors, mx.array]]:
-    """compressed-tensors' symmetric integers, eight or four in a word."""
-
-    def encode(weight: mx.array, number: int) -> tuple[Tensors, mx.array]:
-        rows, columns = weight.shape
-        size = min(group, columns)
-        cut, top = weight.reshape(rows, -1, size), (1 << bits - 1) - 1
-        scale = mx.abs(cut).max(-1, keepdims=True) / top
-        values = mx.clip(mx.round(cut / scale), -top - 1, top)
-        unsigned = (values + (top + 1)).astype(mx.uint32).reshape(rows, -1, 32 // bits)
-        packed = mx.sum(unsigned << mx.arange(0, 32, bits, dtype=mx.uint32), axis=-1).astype(mx.int32)
-        planes = {"weight_packed": packed, "weight_scale": scale.squeeze(-1)}
-        planes["weight_shape"] = mx.array([rows, columns], mx.int64)
-        return planes, (values * scale).reshape(rows, columns)
-
-    return encode
-
-
-def gptq(bits: int, group: int) -> Callable[[mx.array, int], tuple[Tensors, mx.array]]:
+def gptq(bits: int, group: int) -> Encoder:
     """GPTQ's words along the input axis, which stands first, with zero points stored less one."""
 
-    def encode(weight: mx.array, number: int) -> tuple[Tensors, mx.array]:
+    def encode(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
         planes, value = integers(bits, group)(weight, number)
         half = 1 << bits - 1
         scale = planes["weight_scale"].T
@@ -63,18 +35,7 @@ def gptq(bits: int, group: int) -> Callable[[mx.array, int], tuple[Tensors, mx.a
     return encode
 
 
-def compressed(bits: int, group: int) -> dict[str, Any]:
-    weights = {"num_bits": bits, "group_size": group, "type": "int", "symmetric": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
-
-
-def encoded(
-    disk: Tensors, encode: Callable[[mx.array, int], tuple[Tensors, mx.array]], only: Callable[[str], bool]
-) -> tuple[Tensors, Tensors]:
+def encoded(disk: Planes, encode: Encoder, only: Callable[[str], bool]) -> tuple[Planes, Planes]:
     stored, values = dict(disk), dict(disk)
     for number, (name, weight) in enumerate(disk.items()):
         if name.endswith(".weight") and weight.ndim == 2 and weight.shape[-1] % 32 == 0 and only(name):
@@ -85,7 +46,7 @@ def encoded(
     return stored, values
 
 
-def one_by_one(lab: Any, name: str, stated: dict[str, Any] | None = None) -> tuple[Tensors, dict[str, Any]]:
+def one_by_one(lab: Any, name: str, stated: dict[str, Any] | None = None) -> tuple[Planes, dict[str, Any]]:
     """A tiny checkpoint with an expert a tensor, and its config."""
     model, config = lab.tiny(name, stated)
     experts = model.carrier.spec.experts
@@ -103,7 +64,7 @@ def test_a_scale_of_the_whole_matrix_is_applied_in_every_kind_of_module(
     """Plain projections, routers, heads, embeddings, latent attention: where MLX has no such module too."""
     disk, config = one_by_one(lab, name)
     odd = ("norm", "conv", "embed_tokens_per_layer")
-    stored, values = encoded(disk, modelopt, lambda n: not any(word in n for word in odd))
+    stored, values = encoded(disk, nvfp4, lambda n: not any(word in n for word in odd))
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     loaded, saved, report = lab.load(lab.write(tmp_path / "packed", stored, config))
     del config["quantization_config"]
@@ -122,7 +83,7 @@ def test_a_scale_of_the_whole_matrix_is_applied_in_every_kind_of_module(
 def test_gate_and_up_keep_scales_of_their_own_one_by_one(name: str, lab: Any, tmp_path: Path) -> None:
     disk, config = one_by_one(lab, name)
     up = {"mixtral": ".w3."}.get(name, ".up_proj.")
-    encode = {True: lambda w, n: modelopt(w, n, 1.25), False: lambda w, n: modelopt(w, n, 1.0)}
+    encode = {True: lambda w, n: nvfp4(w, n, 1.25), False: lambda w, n: nvfp4(w, n, 1.0)}
     stored, values = dict(disk), dict(disk)
     for is_up in (True, False):
         mine = lambda n, is_up=is_up: "experts." in n and (up in n) == is_up  # noqa: E731
@@ -148,11 +109,9 @@ def test_a_fused_stack_is_cut_with_its_scales(apart: bool, lab: Any, tmp_path: P
     values = dict(disk)
     for name in [n for n in disk if n.endswith("experts.gate_up_proj")]:
         weight = disk.pop(name)
-        halves = [
-            modelopt(half, 0, s) for half, s in zip(mx.split(weight, 2, axis=1), (1.0, 1.25), strict=True)
-        ]
+        halves = [nvfp4(half, 0, s) for half, s in zip(mx.split(weight, 2, axis=1), (1.0, 1.25), strict=True)]
         if not apart:
-            halves = [modelopt(half, 0, 1.25) for half in mx.split(weight, 2, axis=1)]
+            halves = [nvfp4(half, 0, 1.25) for half in mx.split(weight, 2, axis=1)]
         for plane in ("weight", "weight_scale"):
             disk[f"{name}.{plane}"] = mx.concatenate([planes[plane] for planes, _ in halves], axis=1)
         per_expert = [mx.broadcast_to(planes["weight_scale_2"], (weight.shape[0],)) for planes, _ in halves]
@@ -238,7 +197,7 @@ def test_wrapped_nvfp4_stacks_load_split_and_fused_gate_first(fused: bool, lab: 
     params = lab.parameters(model)
     i = model.plan.moe_layers[0]
     stack = model.carrier.stack(i)
-    planes: Tensors = {}
+    planes: Planes = {}
     for leaf in (0, 1, -1):
         packed, scales = mx.quantize(params.pop(f"{stack.module(leaf)}.weight"), mode="nvfp4")
         assert packed.shape == (2, 16, 2)
