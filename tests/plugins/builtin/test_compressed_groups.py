@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
 
+from mlx_experts import save_model
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.selfcheck import build_tiny
 from mlx_experts.plugins.builtin.compressed_groups import CompressedGroupsCache
@@ -47,6 +50,23 @@ def test_a_loaded_cache_continues_with_the_same_logits(model: Any, tokens: int, 
     assert [type(each) for each in loaded] == [CompressedGroupsCache] * len(model.layers)
     assert [each.nbytes for each in loaded] == [each.nbytes for each in cache]
     assert mx.array_equal(continued(model, loaded, tokens), continued(model, cache, tokens)).item()
+
+
+def test_a_process_that_has_loaded_the_model_loads_the_cache(model: Any, tmp_path: Path) -> None:
+    save_model(tmp_path, model, tiny_config(model.plan.family))
+    cache = make_prompt_cache(model)
+    mx.eval(model(IDS[:, :5], cache=cache))
+    save_prompt_cache(str(tmp_path / "prompt.safetensors"), cache)
+    code = (
+        "import sys, mlx.core as mx, mlx_experts\n"
+        "from mlx_lm.models.cache import load_prompt_cache\n"
+        "model, _ = mlx_experts.load_model(sys.argv[1], dtype='float32')\n"
+        "cache = load_prompt_cache(sys.argv[1] + '/prompt.safetensors')\n"
+        "print(model(mx.array([[4], [6]]), cache=cache).argmax(-1).tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(model(mx.array([[4], [6]]), cache=cache).argmax(-1).tolist())
 
 
 def test_an_empty_cache_is_saved_and_loaded(model: Any, tmp_path: Path) -> None:
