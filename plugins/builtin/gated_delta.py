@@ -14,13 +14,14 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from pydantic import Field
 
+from mlx_experts.engine.activations import apply, make
 from mlx_experts.engine.causal_conv import causal_conv, make_causal_conv
 from mlx_experts.engine.mixer import Mixer
 from mlx_experts.engine.options import check_parts, mixer_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.values import Spec, Width
+from mlx_experts.registry.values import Spec, Str, Width
 
 
 class GatedDeltaOptions(Spec):
@@ -31,6 +32,7 @@ class GatedDeltaOptions(Spec):
     key_dim: Width = Field(description="Width of a query and key head.")
     value_dim: Width = Field(description="Width of a value head.")
     kernel: Width = Field(description="Width of the convolution.")
+    activation: Str = Field("silu", description="Activation after the convolution.")
     packing: Literal["by_key_head", "apart"] = Field(
         description="Two projections with the rows of each key head together, [q, k, v, z] and [b, a]; "
         "or one for [q, k, v] and one each for z, b and a."
@@ -67,6 +69,7 @@ class GatedDelta(Mixer):
             self.in_proj_b = nn.Linear(width, spec.value_heads, bias=False)
             self.in_proj_a = nn.Linear(width, spec.value_heads, bias=False)
         self.conv1d = make_causal_conv(mixed, spec.kernel, bias=False)
+        self._activation = make(spec.activation)
         self.dt_bias = mx.ones((spec.value_heads,))
         self.A_log = mx.zeros((spec.value_heads,))
         self.norm = nn.RMSNorm(spec.value_dim, eps=layer.sizes.norm_eps)
@@ -91,7 +94,7 @@ class GatedDelta(Mixer):
         spec, (B, L, _) = self._spec, x.shape
         mask = state.recurrent_mask(x, cache)
         qkv, z, b, a = self._project(x)
-        qkv = nn.silu(causal_conv(self.conv1d, qkv, mask, cache))
+        qkv = apply(self._activation, None, causal_conv(self.conv1d, qkv, mask, cache))
         q, k, v = mx.split(qkv, [self._keys, 2 * self._keys], axis=-1)
         q, k = (t.reshape(B, L, spec.key_heads, spec.key_dim) for t in (q, k))
         q, k = normalize_qk(q, k, inv_scale=spec.key_dim**-0.5, eps=1e-6)
