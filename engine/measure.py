@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from statistics import median, quantiles
@@ -25,6 +25,7 @@ from mlx_experts.engine import activations, gates
 from mlx_experts.engine.dispatch import current_device
 from mlx_experts.engine.kernels import fused_kernel, gather, naive, pack
 from mlx_experts.engine.kernels.facts import Activation, Decline, Format
+from mlx_experts.engine.mlp import MLP
 from mlx_experts.engine.policy import Policy
 from mlx_experts.engine.tune import Timing
 from mlx_experts.registry.errors import SettingError
@@ -51,12 +52,22 @@ class Storage:
 
 @dataclass(frozen=True)
 class Layer:
-    """Experts and tokens to time."""
+    """Experts and tokens to time; ``shared`` is an expert that every token reads, or None."""
 
     container: nn.Module
     activation: Activation
     tokens: list[tuple[mx.array, mx.array, mx.array]]
     bytes_per_token: int
+    shared: MLP | None = None
+
+    def experts(self) -> pack.PackedExperts:
+        """The stacks, the shared expert's included."""
+        experts = pack.read(self.container, self.activation)
+        assert experts is not None
+        if self.shared is None:
+            return experts
+        shared = pack.read_shared(self.shared.projections(), self.activation, None)
+        return replace(experts, shared=shared)
 
 
 @dataclass(frozen=True)
@@ -133,16 +144,20 @@ def random_layer(
     storage: Storage = Storage(),
     dtype: mx.Dtype = mx.bfloat16,
     bias: bool = False,
+    shared: int = 0,
     seed: int = 0,
 ) -> Layer:
     """Random experts of a shape and tokens whose experts differ from call to call.
 
     Fewer than ``experts`` are made when they would not fit in ``EXPERT_BYTES``.
 
+    Args:
+        shared: width of a shared expert, stored as the others are; 0 for none.
+
     Raises:
         SettingError: a width is not a multiple of the group size.
     """
-    for name, value in (("hidden", hidden), ("width", width)):
+    for name, value in (("hidden", hidden), ("width", width), ("shared", shared)):
         if storage.bits and value % storage.group_size:
             raise SettingError(
                 "This shape cannot be stored in this group size.",
@@ -161,6 +176,7 @@ def random_layer(
         rows, cols = (hidden, width) if name in ("down_proj", "fc2") else (width, hidden)
         container[name] = _random_projection(count, rows, cols, storage, dtype, bias)
     container.eval()
+    expert = _shared_expert(hidden, shared, activation, storage, dtype, bias) if shared else None
     tokens = []
     for _ in range(_TOKENS):
         x = mx.random.normal((1, 1, hidden)).astype(dtype)
@@ -169,20 +185,36 @@ def random_layer(
         mx.eval(x, indices, weights)
         tokens.append((x, indices, weights))
     total = sum(a.nbytes for name in names for a in container[name].parameters().values())
-    return Layer(container, activation, tokens, total // count * top_k)
+    total = total // count * top_k
+    if expert is not None:
+        total += sum(a.nbytes for m in expert.projections().values() for a in m.parameters().values())
+    return Layer(container, activation, tokens, total, expert)
+
+
+def _shared_expert(
+    hidden: int, width: int, activation: Activation, storage: Storage, dtype: mx.Dtype, bias: bool
+) -> MLP:
+    expert = MLP(hidden, width, activation, bias=bias)
+    expert.set_dtype(dtype)
+    if storage.bits:
+        nn.quantize(expert, group_size=storage.group_size, bits=storage.bits, mode=storage.mode)
+    expert.eval()
+    mx.eval(expert.parameters())
+    return expert
 
 
 def _fused(layer: Layer, dtype: mx.Dtype) -> Path:
     """The kernel, whatever the settings say; a Decline becomes an error that names the rule."""
     device = current_device()
-    experts = pack.read(layer.container, layer.activation)
+    experts = layer.experts()
     x, indices, _ = layer.tokens[0]
     facts = pack.facts_of(
         experts, layer.activation, rows=1, top_k=indices.shape[-1], dtype=dtype, device=device
     )
     verdict = gates.judge(facts, Policy())
+    if not isinstance(verdict, Decline) and facts.shared is not None:
+        verdict = gates.judge_shared(facts, facts.shared, Policy())
     if not isinstance(verdict, Decline):
-        assert experts is not None
         kernel = fused_kernel(device)
         prepared = kernel.unavailable() or kernel.prepare(experts, x.dtype)
         if not isinstance(prepared, Decline):
@@ -201,7 +233,9 @@ def _baseline(layer: Layer, baseline: Baseline) -> Path:
     def of_mlx_lm(x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         return (layer.container(x, indices) * weights[..., None].astype(x.dtype)).sum(axis=-2)
 
-    return gathered if baseline == "gather" else of_mlx_lm
+    routed = gathered if baseline == "gather" else of_mlx_lm
+    shared = layer.shared
+    return routed if shared is None else lambda x, *route: routed(x, *route) + shared(x)
 
 
 def relative_rms(value: mx.array, truth: mx.array) -> float:
@@ -252,9 +286,7 @@ def compare(layer: Layer, *, rounds: int = 15, baseline: Baseline = "gather") ->
     batches = {name: _Batch(path, layer.tokens) for name, path in paths.items()}
     times = interleaved(batches, rounds=rounds)
     each = {name: [t / batches[name].calls for t in times[name]] for name in paths}
-    experts = pack.read(layer.container, layer.activation)
-    assert experts is not None
-    truth = naive.experts_in_float32(experts, *layer.tokens[0])
+    truth = naive.experts_in_float32(layer.experts(), *layer.tokens[0])
     errors = {name: relative_rms(path(*layer.tokens[0]), truth) for name, path in paths.items()}
     ratios = [b / f for b, f in zip(each["baseline"], each["fused"], strict=True)]
     low, middle, high = quantiles(ratios, n=4)
@@ -320,8 +352,8 @@ def default_dtype() -> str:
     return "float32" if current_device() == "cpu" else "bfloat16"
 
 
-def layer_of(shape: Shape, storage: Storage, dtype: str | None) -> Layer:
-    """``random_layer`` for a public shape."""
+def layer_of(shape: Shape, storage: Storage, dtype: str | None, shared: int = 0) -> Layer:
+    """``random_layer`` for a public shape, with a shared expert of a width where it is not 0."""
     dtypes = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
     return random_layer(
         shape.hidden,
@@ -332,6 +364,7 @@ def layer_of(shape: Shape, storage: Storage, dtype: str | None) -> Layer:
         storage=storage,
         dtype=dtypes[dtype or default_dtype()],
         bias=shape.bias,
+        shared=shared,
     )
 
 

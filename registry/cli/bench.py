@@ -33,6 +33,7 @@ def bench(
         Literal["gather", "mlx-lm"],
         typer.Option(help="What fused is held against: our gather path, or mlx-lm's expert layer."),
     ] = "gather",
+    shared: Annotated[int, typer.Option(min=0, help="Width of a shared expert in both paths.")] = 0,
     model: Annotated[
         str | None, typer.Option(help="Decode this checkpoint instead.", show_default=False)
     ] = None,
@@ -64,13 +65,14 @@ def bench(
     chosen = select(families or [])
     results = []
     for shape in _tracked(chosen, json):
-        layer = measure.layer_of(shape, storage, dtype)
+        layer = measure.layer_of(shape, storage, dtype, shared)
         results.append((shape, measure.compare(layer, rounds=rounds, baseline=baseline)))
     about = {
         **measure.about(),
         "dtype": dtype or measure.default_dtype(),
         "storage": asdict(storage),
         "baseline": baseline,
+        "shared": shared,
         "read_gb_s": round(bandwidth / 1e9, 1),
     }
     if json:
@@ -92,9 +94,10 @@ def _tracked(chosen: list[Shape], quiet: bool) -> Any:
 
 def _title(about: dict[str, Any], storage: Storage) -> str:
     kept = f"{storage.mode} {storage.bits}-bit g{storage.group_size}" if storage.bits else "plain"
+    beside = f", a shared expert of width {about['shared']}" if about["shared"] else ""
     return (
-        f"{about['device']}, mlx {about['mlx']}, {about['date']}: {about['dtype']} activations, {kept}, "
-        f"reads {about['read_gb_s']} GB/s; fused against {about['baseline']}"
+        f"{about['device']}, mlx {about['mlx']}, {about['date']}: {about['dtype']} activations, "
+        f"{kept}{beside}, reads {about['read_gb_s']} GB/s; fused against {about['baseline']}"
     )
 
 

@@ -55,6 +55,22 @@ def test_bench_as_json_names_the_conditions_and_holds_every_figure():
     assert entry["fused_error"] < 5e-3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bench_puts_a_shared_expert_in_both_paths(dtype):
+    results = [
+        run(bench, "wide", "--rounds", "3", "--json", "--dtype", dtype, *more)
+        for more in ([], ["--shared", "192"])
+    ]
+    without, beside = (json.loads(r.output) for r in results)
+    assert beside["shared"] == 192
+    (alone,), (both,) = without["shapes"], beside["shapes"]
+    # Two matrices of 192 rows more, in four bits with two scales of the dtype for every 64.
+    wide = 2 if dtype == "bfloat16" else 4
+    assert both["bytes_per_token"] - alone["bytes_per_token"] == 2 * 192 * (64 // 2 + 2 * wide)
+    assert max(both["fused_error"], both["baseline_error"]) < 5e-2
+    assert both["fused_error"] < 5e-3
+
+
 @pytest.mark.parametrize("name", ["ratio.svg", "ratio.png"])
 def test_bench_draws_the_ratio(tmp_path, name):
     pytest.importorskip("matplotlib")
