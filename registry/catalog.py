@@ -234,7 +234,12 @@ def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
             expected=f"{family.family}.yaml",
             found=path.name,
         )
-    mixers(family)
+    if family.backbone is None and not any(mixers(family).values()):
+        raise SpecError(
+            "no layer of the family has a mixer",
+            where=at(lines, ("variants",) if family.variants else ("attention",), path),
+            expected="`attention`, or `variants` that describe what mixes tokens",
+        )
     _check_leaves(family, lines, path)
     return family
 

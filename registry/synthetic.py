@@ -150,7 +150,7 @@ def _layer_rules(config: dict[str, Any], family: Family, layers: int) -> None:
     type_rules = family.layer_types or ()
     for rule in type_rules[:1]:
         if isinstance(rule, rules.TypeList) and _get(config, rule.key) is None:
-            words = list(rule.map) if rule.map else [k for k in mixers(family) if k]
+            words = list(rule.map or (kind for kind in family.variants if kind)) or ["full_attention"]
             _set(config, rule.key, [words[i % len(words)] for i in range(layers)])
         elif isinstance(rule, rules.TypeLetters) and _get(config, rule.key) is None:
             letters = list(rule.map)
