@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.spec_errors import words_of
 from mlx_experts.registry.values import RESOLVED, Spec
 
 O = TypeVar("O", bound=Spec)  # noqa: E741
@@ -30,8 +31,20 @@ def read_options(kind: type[O], options: Mapping[str, Any], where: str) -> O:
         first = min(error.errors(), key=lambda each: "Ref" in each["loc"])
         key = ".".join(str(part) for part in first["loc"])
         raise SpecError(
-            f"the options of {where} are not right: {first['msg']}",
+            f"the options of {where} are not right: {_wrong(first)}",
             where=f"options.{key}" if key else "options",
-            expected=f"one of {', '.join(kind.model_fields)}" if first["type"] == "unknown_key" else "",
+            expected=_expected(kind, first),
             found="" if first["type"] == "missing" else repr(first["input"])[:80],
         ) from error
+
+
+def _wrong(error: Any) -> str:
+    if error["type"] == "unknown_key":
+        return f"unknown key '{error['ctx']['key']}'"
+    return "a key is missing" if error["type"] == "missing" else "a value cannot be this"
+
+
+def _expected(kind: type[Spec], error: Any) -> str:
+    if error["type"] == "unknown_key":
+        return f"one of {', '.join(kind.model_fields)}"
+    return str(error["loc"][-1]) if error["type"] == "missing" else " or ".join(words_of([error]))

@@ -62,7 +62,7 @@ class RopePlan:
             return float(value)
         raise ConfigError(
             f"rope type '{self.type}' needs a positive number '{name}'",
-            where="config.json, rope_parameters or rope_scaling",
+            where="rope_parameters or rope_scaling in config.json, or `rope` in the family file",
             found="none" if value is None else repr(value)[:80],
         )
 
@@ -80,7 +80,7 @@ class RopePlan:
             found = found if len(value) == count else f"{len(value)} entries"
         raise ConfigError(
             f"rope type '{self.type}' needs '{name}' with one number for each rotated pair",
-            where="config.json, rope_parameters or rope_scaling",
+            where="rope_parameters or rope_scaling in config.json, or `rope` in the family file",
             expected=f"{count} entries",
             found=found,
         )
