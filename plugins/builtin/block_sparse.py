@@ -61,7 +61,7 @@ class BlockSparseAttention(Attention):
         if self.heads % spec.index_heads:
             raise ConfigError(
                 "the index heads do not divide the query heads",
-                where="config.json",
+                where="config.json or the family file",
                 expected=f"a divisor of {self.heads}",
                 found=str(spec.index_heads),
             )
@@ -69,7 +69,7 @@ class BlockSparseAttention(Attention):
         if turned > spec.index_dim:
             raise ConfigError(
                 "more of a head is rotated than an index head is wide",
-                where="config.json",
+                where="config.json or the family file",
                 expected=f"at most {spec.index_dim} rotated values",
                 found=str(turned),
             )

@@ -59,7 +59,7 @@ class GatedDelta(Mixer):
         if spec.value_heads % spec.key_heads:
             raise ConfigError(
                 "the value heads cannot be divided among the key heads",
-                where=f"config.json, layer {layer.index}",
+                where=f"config.json or the family file, layer {layer.index}",
                 expected=f"a multiple of {spec.key_heads}",
                 found=str(spec.value_heads),
             )

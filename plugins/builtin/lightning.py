@@ -74,7 +74,7 @@ class GroupNorm(nn.Module):
         if dims % groups:
             raise ConfigError(
                 "the width of a norm cannot be divided into that many groups",
-                where="config.json",
+                where="config.json or the family file",
                 expected=f"a divisor of {dims}",
                 found=str(groups),
             )

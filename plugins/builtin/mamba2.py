@@ -76,7 +76,7 @@ class Mamba2(Mixer):
         if spec.heads % spec.groups:
             raise ConfigError(
                 "the heads of a state space cannot be divided into that many groups",
-                where=f"config.json, layer {layer.index}",
+                where=f"config.json or the family file, layer {layer.index}",
                 expected=f"a divisor of {spec.heads}",
                 found=str(spec.groups),
             )
@@ -84,7 +84,7 @@ class Mamba2(Mixer):
         if spec.head_dim == "auto" and spec.expand * width % spec.heads:
             raise ConfigError(
                 "the expanded width cannot be divided among the heads of a state space",
-                where=f"config.json, layer {layer.index}",
+                where=f"config.json or the family file, layer {layer.index}",
                 expected=f"a divisor of {spec.expand * width}",
                 found=str(spec.heads),
             )
