@@ -14,6 +14,10 @@ class Options(Spec):
     kernel: Int = Field(description="Width.")
 
 
+class Nested(Spec):
+    parts: tuple[Options, ...] = Field(description="Parts.")
+
+
 def test_options_become_an_instance() -> None:
     assert read_options(Options, {"kernel": 4}, "a mixer").kernel == 4
 
@@ -34,3 +38,11 @@ def test_option_of_the_wrong_type_shows_its_value() -> None:
     with pytest.raises(SpecError) as caught:
         read_options(Options, {"kernel": "four"}, "a mixer")
     assert caught.value.found == "'four'"
+    assert caught.value.where == "options.kernel"
+    assert caught.value.expected == "a whole number"
+
+
+def test_a_part_of_an_option_is_told_by_its_place() -> None:
+    with pytest.raises(SpecError) as caught:
+        read_options(Nested, {"parts": [{"kernel": 4}, {"kernel": -1.5}]}, "a mixer")
+    assert caught.value.where == "options.parts.1.kernel"

@@ -54,6 +54,8 @@ def test_the_head_alone_is_a_family(tmp_path: Path) -> None:
         ("layouts: {ops: [{op: split, from: a, to: []}]}", "'layouts.ops.0.to'", "a list that is not empty"),
         ("layouts: {ops: [{op: rename, from: 'a b', to: c}]}", "'layouts.ops.0.from'", "a name on disk"),
         ("attention: {names: {q: a.b}}", "'attention.names.q'", "the name of a module"),
+        ("variants: {near: {window: -3}}", "'variants.near.window'", "a number of at least 0"),
+        ("variants: {near: {kind: mla, path: a b}}", "'variants.near.path'", "a module path"),
     ],
 )
 def test_a_value_that_cannot_be_says_what_could(tmp_path: Path, line: str, key: str, expected: str) -> None:
