@@ -64,6 +64,8 @@ _KEYS: tuple[tuple[str, Any], ...] = (
     ("width", 64),
     ("dim", 32),
 )
+# Mappings whose keys are names of layer types or of config values, of which `from` may be one.
+_BY_NAME = ("variants", "dense_types", "mlp_variants", "map")
 
 
 def tiny_config(family: Family) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def _walk(at: str, field: str, value: Any, kind: str) -> Iterator[tuple[str, str
     elif isinstance(value, Spec):
         for name, info in type(value).model_fields.items():
             yield from _walk(f"{at}.{name}", name, getattr(value, name), _type_of(info.annotation))
-    elif isinstance(value, dict) and "from" not in value:
+    elif isinstance(value, dict) and (field in _BY_NAME or "from" not in value):
         for name, item in value.items():
             yield from _walk(f"{at}.{name}", name, item, "any")
     elif isinstance(value, dict):

@@ -189,6 +189,21 @@ def test_what_a_config_may_hold_is_said_in_our_words(key: str, value: Any, expec
     assert caught.value.expected == expected
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"variants": {"from": None}},
+        {"variants": {"from": {"path": "other"}}},
+        {"mlp_variants": {"from": "moe"}},
+        {"dense_types": {"from": "to"}},
+        {"layer_types": [{"kind": "list", "key": "layer_types", "map": {"from": ""}}]},
+    ],
+)
+def test_a_layer_type_may_be_called_as_a_reference_begins(tmp_path: Path, change: dict[str, Any]) -> None:
+    name = mutant(tmp_path, change)
+    assert check_fast(Catalog([tmp_path]), [name]).ok
+
+
 @pytest.mark.parametrize("name", [n for n in Catalog().names() if Catalog().load(n).layer_types])
 def test_a_family_whose_layer_types_have_no_variants_is_checked_or_refused(tmp_path: Path, name: str) -> None:
     """Every layer then has the one mixer, or none, which is an error."""
