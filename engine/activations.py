@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_experts.engine.kernels.facts import Activation
 from mlx_experts.plugins.manager import pieces
 from mlx_experts.registry.errors import ConfigError, PluginError
+from mlx_experts.registry.vocabulary import CONFIG_NAMES
 
 ArrayForm = Callable[[mx.array, mx.array, float, float], mx.array]
 ScalarForm = Callable[[float, float, float, float], float]
@@ -191,8 +192,7 @@ def lookup(name: str) -> ExpertActivation:
     return _TABLE[name]
 
 
-# Names that configs give to functions of one argument, and what such a function is called in a GLU.
-_CONFIG_NAMES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# What a function of one argument is called in a GLU.
 _IN_A_GLU = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 
 
@@ -202,7 +202,7 @@ def make(name: str, alpha: float = 1.0, limit: float = 0.0, glu: bool = False) -
     Args:
         glu: take a function of one argument (`silu`, `gelu`) as the one on the gate of a GLU.
     """
-    name = _CONFIG_NAMES.get(name, name)
+    name = CONFIG_NAMES.get(name, name)
     name = _IN_A_GLU.get(name, name) if glu else name
     return Activation(name=name, alpha=alpha, limit=limit, gated=lookup(name).gated)
 

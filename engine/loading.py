@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from mlx_experts.registry.jsontext import parse_object
 from mlx_experts.registry.schema import Family
 from mlx_experts.registry.shards import listed
 
+_LOG = logging.getLogger("mlx_experts")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,6 +49,8 @@ def load_model(
 ) -> tuple[Described, dict[str, Any]]:
     """Load a model from a folder or a Hugging Face repository.
 
+    What did not go as the checkpoint says is logged as warnings of the logger `mlx_experts`.
+
     Args:
         path_or_hf_repo: a checkpoint folder, or a repository id.
         lazy: leave the arrays unevaluated.
@@ -64,7 +68,7 @@ def load_model(
     Raises:
         RegistryError: whatever is wrong with the checkpoint or an argument.
     """
-    model, config, _ = load_with_report(
+    model, config, report = load_with_report(
         path_or_hf_repo,
         lazy=lazy,
         fused=fused,
@@ -75,7 +79,14 @@ def load_model(
         revision=revision,
         progress=progress,
     )
+    _tell(report, path_or_hf_repo)
     return model, config
+
+
+def _tell(report: LoadReport, source: str | Path) -> None:
+    """Log what a load has decided against what the checkpoint says, so that nobody has to ask for it."""
+    for notice in report.notices:
+        _LOG.warning("%s: %s", source, notice)
 
 
 def load_with_report(
@@ -135,7 +146,8 @@ def load(
     if trust_remote_code:
         raise SettingError("code that a checkpoint carries is never run", found="trust_remote_code=True")
     folder = resolve_path(str(path_or_hf_repo), revision)
-    model, config, _ = load_checkpoint(Checkpoint.open(folder), **options)
+    model, config, report = load_checkpoint(Checkpoint.open(folder), **options)
+    _tell(report, path_or_hf_repo)
     if adapter_path is not None:
         put_adapters(model, Path(adapter_path))
     tokenizer = read_tokenizer(folder, config, tokenizer_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.nn as nn
 
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.schema import NormSpec
+from mlx_experts.registry.values import MODULE_PATH, PATH_WORDS
 
 
 def place(parent: nn.Module, path: str, child: Any) -> Any:
@@ -18,11 +20,15 @@ def place(parent: nn.Module, path: str, child: Any) -> Any:
         The child.
 
     Raises:
-        SpecError: something else stands there already, or a part of the path is empty.
+        SpecError: something else stands there already, or the path is none.
     """
+    if re.fullmatch(MODULE_PATH, path) is None:
+        raise SpecError(
+            "a family file names a module by something else than a path",
+            expected=PATH_WORDS[MODULE_PATH],
+            found=repr(path)[:80],
+        )
     *parents, leaf = path.split(".")
-    if not leaf or not all(parents):
-        raise SpecError("a family file names a module by nothing", where=repr(path))
     for name in parents:
         if name not in parent:
             parent[name] = nn.Module()

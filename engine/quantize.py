@@ -78,11 +78,15 @@ class Reader:
         self._overrides: dict[str, tuple[str, Any]] = {}
         self._unmatched: list[str] = []
         self._remarks: dict[str, list[str]] = {}
-        self._as_declared = True
+        self._as_declared, self._packed = True, False
         for key, value in entry.items():
-            if key == "global_scale" or not isinstance(value, Mapping | bool) or places.drops(key):
+            if key in ("global_scale", *_SCALARS) or places.drops(key):
                 continue
             modules = places.modules(key)
+            if not isinstance(value, Mapping | bool):
+                if modules:
+                    self._note("quantisation entries are ignored, because they are no objects", key)
+                continue
             self._overrides.update((path, (key, value)) for path in modules)
             if not modules:
                 self._unmatched.append(key)
@@ -101,6 +105,7 @@ class Reader:
         planes = {p: tensors.get(f"{path}.{p}") for p in ("weight", "scales", "biases", "global_scale")}
         if planes["weight"] is None:
             raise QuantizationError("scales without a weight", where=f"{path}.scales")
+        self._packed = True
         width = module.weight.shape[-1]
         stored, declared = stored_format(planes, width), self._declared(override)
         if stored is None:
@@ -152,7 +157,11 @@ class Reader:
         rows = dict(self._remarks)
         if self._unmatched:
             rows["quantisation entries that match no module"] = self._unmatched
-        return [f"{remark}: {', '.join(collapse(names, 'modules'))}" for remark, names in rows.items()]
+        found = [f"{remark}: {', '.join(collapse(names, 'modules'))}" for remark, names in rows.items()]
+        declared = self._declared(None)
+        if declared and not self._packed:
+            found.append(f"the config says {declared}, and no tensor is quantised; the tensors are right")
+        return found
 
 
 def _spelled(plane: mx.array) -> str:

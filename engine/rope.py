@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.plan import ROPE_PLACE
 from mlx_experts.registry.resolve import RopePlan
 
 Offset = int | mx.array
@@ -35,7 +36,7 @@ class Rope(nn.Module):
         if not 0 < dims <= (head_dim or MAX_WIDTH) <= MAX_WIDTH or dims % 2:
             raise ConfigError(
                 "the rotated width of a head must be a positive even number, no more than the head's",
-                where="config.json",
+                where=ROPE_PLACE,
                 expected=f"an even number up to {min(head_dim or MAX_WIDTH, MAX_WIDTH)}",
                 found=str(dims),
             )
@@ -45,7 +46,7 @@ class Rope(nn.Module):
         if builder is None:
             raise ConfigError(
                 "the rope type is not known",
-                where="config.json, rope_parameters or rope_scaling",
+                where=ROPE_PLACE,
                 expected=", ".join(sorted(_TYPES)),
                 found=plan.type,
             )
@@ -123,7 +124,7 @@ def _original_length(plan: RopePlan) -> int:
     if not isinstance(length, int) or length <= 0:
         raise ConfigError(
             f"rope type '{plan.type}' needs the original context length",
-            where="config.json",
+            where=ROPE_PLACE,
             expected="original_max_position_embeddings or max_position_embeddings",
         )
     return length
@@ -146,7 +147,7 @@ def _dynamic(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
 def _stretch(dims: int) -> float:
     """The exponent by which NTK scaling stretches the base."""
     if dims <= 2:
-        raise ConfigError("this rope type needs a rotated width above 2", where="config.json")
+        raise ConfigError("this rope type needs a rotated width above 2", where=ROPE_PLACE)
     return dims / (dims - 2)
 
 
@@ -159,7 +160,7 @@ def _yarn(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     """Interpolates slow frequencies, keeps fast ones, ramps between (Peng et al. 2023)."""
     p, original = plan.params, _original_length(plan)
     if plan.theta <= 1:
-        raise ConfigError("YaRN needs a base above 1", where="config.json, rope_theta", found=str(plan.theta))
+        raise ConfigError("YaRN needs a base above 1", where=ROPE_PLACE, found=str(plan.theta))
     lengths = bool(p.get("original_max_position_embeddings") and plan.max_positions)
     scale = plan.number("factor", (plan.max_positions or original) / original if lengths else None)
     factor = plan.number("attention_factor", 0.0)

@@ -16,7 +16,6 @@ from mlx_experts.engine.kernels.facts import Decline, Device
 from mlx_experts.engine.modules import find, place
 from mlx_experts.engine.router_fused import RoutedRun, prepare
 from mlx_experts.plugins.manager import pieces
-from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.schema import GroupsSpec, NormaliseSpec, RouterSpec
 
 
@@ -65,14 +64,6 @@ class Router:
     """
 
     def __init__(self, spec: RouterSpec, dims: int, experts: int, top_k: int, eps: float) -> None:
-        if spec.score not in SCORES:
-            raise ConfigError(
-                "the router's score function is not known",
-                where="config.json",
-                expected=", ".join(SCORES),
-                found=str(spec.score),
-                hint="a family file maps config values to these words",
-            )
         self.spec, self.top_k, self.dims, self.experts, self.eps = spec, top_k, dims, experts, eps
         self.fused: bool | None = None
         self._runs: dict[Device, RoutedRun | Decline] = {}

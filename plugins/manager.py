@@ -35,6 +35,9 @@ KINDS = {
 }
 
 
+_BUILTIN = "mlx_experts.plugins.builtin"
+
+
 class PluginProblem(Exception):
     """A plugin cannot be used. The registry shows it as its own ``PluginError``."""
 
@@ -150,12 +153,19 @@ class Pieces:
         return self.get("selection", name)
 
 
+def offered(kind: str) -> set[str]:
+    """Names that plugins and the built-in modules offer of a kind, without importing the engine."""
+    others = getattr(manager().hook, KINDS[kind])()
+    own = importlib.import_module(_BUILTIN).OFFERS.values()
+    return {name for offers in others for name in offers} | {name for k, name in own if k == kind}
+
+
 @functools.cache
 def pieces() -> Pieces:
     """The pieces of all plugins, built-in ones included; imports the engine."""
     plugins = manager()
-    for name in importlib.import_module("mlx_experts.plugins.builtin").MODULES:
-        full = f"mlx_experts.plugins.builtin.{name}"
+    for name in importlib.import_module(_BUILTIN).OFFERS:
+        full = f"{_BUILTIN}.{name}"
         if not plugins.has_plugin(f"builtin.{name}"):
             plugins.register(importlib.import_module(full), name=f"builtin.{name}")
     return Pieces(plugins)

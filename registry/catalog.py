@@ -178,8 +178,12 @@ class Catalog:
         )
 
 
-def mixers(family: Family) -> dict[str, Any]:
+def mixers(family: Family, lines: Lines | None = None, path: Path | None = None) -> dict[str, Any]:
     """By layer type, the family's mixer (a GqaSpec or PluginMixerSpec), or None for no mixer.
+
+    Args:
+        lines: where each key stands, for messages.
+        path: the family file, for messages.
 
     Raises:
         SpecError: a variant is not a mixer.
@@ -194,7 +198,8 @@ def mixers(family: Family) -> dict[str, Any]:
         try:
             found[name] = _MIXER.validate_python(merge(raw, change))
         except ValidationError as error:
-            raise spec_error(error, {}, Path(f"{family.family}.yaml"), ("variants", name)) from error
+            file = path or Path(f"{family.family}.yaml")
+            raise spec_error(error, lines or {}, file, ("variants", name)) from error
     if base is not None:
         found.setdefault("", base)
     return found
@@ -234,7 +239,13 @@ def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
             expected=f"{family.family}.yaml",
             found=path.name,
         )
-    mixers(family)
+    kinds = mixers(family, lines, path)
+    if family.backbone is None and not any(kinds.values()):
+        raise SpecError(
+            "no layer of the family has a mixer",
+            where=at(lines, ("variants",) if family.variants else ("attention",), path),
+            expected="`attention`, or `variants` that describe what mixes tokens",
+        )
     _check_leaves(family, lines, path)
     return family
 

@@ -17,6 +17,7 @@ from mlx_experts.registry.errors import RegistryError
 from mlx_experts.registry.resolve import resolve
 from mlx_experts.registry.schema import Family
 from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.vocabulary import check_names
 
 MAX_LINES = 80
 
@@ -79,6 +80,7 @@ def _check_family(family: Family, catalog: Catalog, report: FastReport) -> None:
         report.add(family.family, "the family answers to no model_type and to no architecture")
     config = tiny_config(family)
     plan = resolve(family, config)
+    check_names(plan, catalog.path(family.family))
     if not plan.moe_layers:
         report.add(family.family, "the tiny model has no MoE layer; state one under `example`")
     found = catalog.resolve(config).name

@@ -173,6 +173,9 @@ def read_config(source: Source) -> tuple[dict[str, Any], list[str]]:
                 where=source.where(CONFIG_NAME),
                 found=f"a {kind_of(config[key])}: {short(config[key])}",
             )
+    own, other = config.get("quantization"), config.get("quantization_config")
+    if own and other and own != other and "quant_method" not in other:
+        notices.append("config.json's quantization and quantization_config differ; the first is followed.")
     return config, notices
 
 

@@ -6,7 +6,7 @@ Pure functions of names, shapes and dtypes. Legend of shapes: […, R, C] a matr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -108,7 +108,7 @@ class Encoded:
         block: rows and columns of values that share an fp8 scale; None for a scale that broadcasts.
         scale_shape: shape in which an fp8 scale broadcasts against the weight.
         zero_offset: what is to be added to stored zero points.
-        agrees: whether the config declares it so.
+        overruled: what the config declares instead, where it does.
     """
 
     module: str
@@ -122,12 +122,28 @@ class Encoded:
     block: Block | None = None
     scale_shape: Shape = ()
     zero_offset: int = 0
-    agrees: bool = True
+    overruled: str = ""
 
     @property
     def mode(self) -> str:
         """MLX's mode of the result; of no meaning where it is unpacked."""
         return "affine" if self.encoding in ("awq", "gptq", "integers") else self.encoding
+
+    def __str__(self) -> str:
+        if self.encoding == "fp8":
+            return fp8_words(self.block)
+        pair = self.bits, self.group_size * self.repeat[1]
+        return integer_words([pair]) if self.mode == "affine" else self.encoding
+
+
+def integer_words(pairs: Sequence[tuple[int, int]]) -> str:
+    """Pairs of bits and group size as a person says them."""
+    return " or ".join(f"{bits}-bit in groups of {size or 'a whole row'}" for bits, size in pairs)
+
+
+def fp8_words(block: Block | None) -> str:
+    """The block of values that share an fp8 scale, as a person says it."""
+    return "fp8 with a scale for each " + (f"block of {block[0]} x {block[1]}" if block else "tensor or row")
 
 
 def read_parts(parts: Parts, declared: Declared, width: int | None, dense: str) -> Encoded:
@@ -246,7 +262,9 @@ def _integers(parts: Parts, declared: Declared, width: int | None) -> Encoded:
         bits=bits,
         group_size=mlx_group,
         repeat=(1, group // mlx_group),
-        agrees=not declared.integers or any(_covers(pair, bits, width, groups) for pair in declared.integers),
+        overruled=""
+        if any(_covers(pair, bits, width, groups) for pair in declared.integers)
+        else integer_words(declared.integers),
     )
 
 
@@ -300,7 +318,7 @@ def _fp8(parts: Parts, declared: Declared, dense: str) -> Encoded:
     if block and tiles and declared.power_of_two and weight.dtype != "F8_E5M2":
         return _packed(parts, "mxfp8", weight.shape[:-1], columns // 4, columns // 32, (block[0], 1))
     scale_shape: Shape = ()
-    agrees = True
+    overruled = ""
     if math.prod(scale.shape) == 1:
         block = None
     elif by_block:
@@ -310,7 +328,8 @@ def _fp8(parts: Parts, declared: Declared, dense: str) -> Encoded:
     elif lead and scale.shape in (lead, (*lead, 1), (*lead, 1, 1)):
         block, scale_shape = None, (*lead, 1, 1)
     elif _fits_blocks(weight.shape, scale.shape, _DEFAULT_BLOCK):
-        block, agrees = _DEFAULT_BLOCK, block is None
+        overruled = fp8_words(block) if block is not None else ""
+        block = _DEFAULT_BLOCK
     else:
         raise refuse(
             parts.sources["scale"],
@@ -326,7 +345,7 @@ def _fp8(parts: Parts, declared: Declared, dense: str) -> Encoded:
         weight.dtype,
         block=block,
         scale_shape=scale_shape,
-        agrees=agrees,
+        overruled=overruled,
     )
 
 

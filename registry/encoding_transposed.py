@@ -8,7 +8,7 @@ Legend: R output rows, C input columns, G groups along C. Both compute (q - z) Â
 
 from __future__ import annotations
 
-from mlx_experts.registry.encoding_kinds import FLOATS, WORDS, Encoded, Parts, Plane, refuse
+from mlx_experts.registry.encoding_kinds import FLOATS, WORDS, Encoded, Parts, Plane, integer_words, refuse
 from mlx_experts.registry.quant_methods import Declared, mlx_group_size
 
 
@@ -66,7 +66,9 @@ def read_transposed(parts: Parts, declared: Declared) -> Encoded:
         group_size=group,
         repeat=(1, columns // groups // group),
         zero_offset=declared.zero_offset if by_row else 0,
-        agrees=not declared.integers or (bits, columns // groups) in _sizes(declared, columns),
+        overruled=""
+        if (bits, columns // groups) in _sizes(declared, columns)
+        else integer_words(declared.integers),
     )
 
 

@@ -26,6 +26,7 @@ from mlx_experts.registry.encoding_kinds import (
     refuse,
 )
 from mlx_experts.registry.encoding_transposed import read_transposed
+from mlx_experts.registry.jsontext import short
 from mlx_experts.registry.quant_methods import Declared, read_declared
 from mlx_experts.registry.shards import listed
 
@@ -125,7 +126,10 @@ def plan_encodings(
     _check_left(left, tensors)
     _check_collisions(modules, left)
     return EncodingPlan(
-        tuple(modules), tuple(dropped), _entry(modules, declared, left), tuple(_notices(modules, dropped))
+        tuple(modules),
+        tuple(dropped),
+        _entry(modules, declared, left),
+        tuple(_notices(modules, dropped, declared)),
     )
 
 
@@ -237,11 +241,14 @@ def _entry(modules: list[Encoded], declared: Declared, left: set[str]) -> dict[s
     return entry
 
 
-def _notices(modules: list[Encoded], dropped: list[str]) -> Iterable[str]:
+def _notices(modules: list[Encoded], dropped: list[str], declared: Declared) -> Iterable[str]:
     if dropped:
         yield f"Dropped {len(dropped)} scales of activations or caches: {listed(dropped)}."
-    odd = [module.module for module in modules if not module.agrees]
-    if odd:
-        yield (
-            f"{len(odd)} modules are not packed as the config says; the tensors were followed: {listed(odd)}."
-        )
+    own = f"MLX's own packing ({short(declared.entry)})" if declared.method == "mlx" else ""
+    odd: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        if said := own or module.overruled:
+            odd[f"the config says {said}, the tensors are {module}; the tensors are right"].append(
+                module.module
+            )
+    yield from (f"{remark}: {listed(names)}" for remark, names in odd.items())

@@ -17,6 +17,9 @@ class ReadsRefs(Protocol):
     def value(self, value: Any, layer: int) -> Any:
         """A literal for a literal or a reference."""
 
+    def source(self, value: Any, layer: int) -> str | None:
+        """The config key that a value is read from, or None."""
+
 
 def expand_moe_layers(
     layer_rules: tuple[rules.LayerRule, ...], view: ConfigView, count: int, resolver: ReadsRefs
@@ -188,9 +191,10 @@ def _count(value: Any, i: int, resolver: ReadsRefs, least: int = 1) -> int:
     """A number of layers to count by, or of a layer."""
     number = resolver.value(value, i)
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        key = resolver.source(value, i)
         raise ConfigError(
             "layers cannot be counted by this number",
-            where=f"config.json, {value}" if isinstance(value, Ref) else "the family file",
+            where="the family file" if key is None else f"config.json, {key}",
             expected=f"a whole number of at least {least}",
             found=repr(number)[:60],
         )

@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mlx_experts.registry.values import AnyValue, Options, Spec
+from mlx_experts.registry.values import AnyValue, DiskPath, Options, Spec
 
 
 class PerExpert(Spec):
     """One tensor for each expert and projection."""
 
     kind: Literal["per_expert"] = Field(description="One tensor for each expert.")
-    path: str = Field(description="Path in the layer, without the expert's number.")
-    leaves: tuple[str, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
+    path: DiskPath = Field(description="Path in the layer, without the expert's number.")
+    leaves: tuple[DiskPath, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
     fused: Literal["gate_up", "up_gate"] | None = Field(
         None, description="The first of two leaves holds gate and up, in this order."
     )
@@ -33,9 +33,11 @@ class Stacked(Spec):
     """All experts in one tensor, gate and up fused."""
 
     kind: Literal["stacked"] = Field(description="All experts in one tensor; gate and up are fused.")
-    path: str = Field(description="Path in the layer.")
-    fused: str = Field("gate_up_proj", description="Leaf of the fused gate and up (of up when not gated).")
-    down: str = Field("down_proj", description="Leaf of the down projection.")
+    path: DiskPath = Field(description="Path in the layer.")
+    fused: DiskPath = Field(
+        "gate_up_proj", description="Leaf of the fused gate and up (of up when not gated)."
+    )
+    down: DiskPath = Field("down_proj", description="Leaf of the down projection.")
     order: Literal["gate_up", "up_gate", "interleaved"] = Field(
         "gate_up", description="Halves in this order, or rows in turn, gate first."
     )
@@ -51,16 +53,16 @@ class Split(Spec):
     """All experts in one tensor for each projection."""
 
     kind: Literal["split"] = Field(description="All experts in one tensor for each projection.")
-    path: str = Field(description="Path in the layer.")
-    leaves: tuple[str, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
+    path: DiskPath = Field(description="Path in the layer.")
+    leaves: tuple[DiskPath, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
 
 
 class Flat(Spec):
     """All experts stacked along the rows of one matrix."""
 
     kind: Literal["flat"] = Field(description="Matrices [experts * width, hidden].")
-    path: str = Field(description="Path in the layer.")
-    leaves: tuple[str, ...] = Field(description="Leaves: gate, up, down.")
+    path: DiskPath = Field(description="Path in the layer.")
+    leaves: tuple[DiskPath, ...] = Field(description="Leaves: gate, up, down.")
     down_transposed: bool = Field(description="The down matrix is stored [experts * width, hidden] as well.")
 
 
@@ -71,16 +73,18 @@ class Rename(Spec):
     """Another name."""
 
     op: Literal["rename"] = Field(description="Rename a module, a tensor or, with a last `*`, a subtree.")
-    source: str = Field(alias="from", description="Name on disk.")
-    target: str = Field(alias="to", description="Name in the module tree.")
+    source: DiskPath = Field(alias="from", description="Name on disk.")
+    target: DiskPath = Field(alias="to", description="Name in the module tree.")
 
 
 class SplitOp(Spec):
     """One tensor on disk is several in the tree."""
 
     op: Literal["split"] = Field(description="Cut a module's planes along their output rows.")
-    source: str = Field(alias="from", description="Name on disk.")
-    target: tuple[str, ...] = Field(alias="to", description="Names in the module tree, in order.")
+    source: DiskPath = Field(alias="from", description="Name on disk.")
+    target: tuple[DiskPath, ...] = Field(
+        alias="to", min_length=1, description="Names in the module tree, in order."
+    )
     interleaved: bool = Field(False, description="Rows in turn instead of blocks.")
     groups: AnyValue = Field(1, description="Blocks repeat for each group (a config reference).")
     channels: bool = Field(False, description="Cut convolution kernels along their channels.")
@@ -90,23 +94,25 @@ class ConvOp(Spec):
     """A depthwise convolution's kernel, [C, 1, K] on disk and [C, K, 1] in MLX."""
 
     op: Literal["conv"] = Field(description="Move the kernel axis; done when the middle axis is 1.")
-    source: str = Field(alias="from", description="Tensor name.")
-    target: str | None = Field(None, alias="to", description="Name in the module tree, where it is another.")
+    source: DiskPath = Field(alias="from", description="Tensor name.")
+    target: DiskPath | None = Field(
+        None, alias="to", description="Name in the module tree, where it is another."
+    )
 
 
 class ReshapeOp(Spec):
     """Same values in another shape."""
 
     op: Literal["reshape"] = Field(description="Give a tensor the shape that the module has.")
-    source: str = Field(alias="from", description="Tensor name.")
+    source: DiskPath = Field(alias="from", description="Tensor name.")
 
 
 class PickOp(Spec):
     """A part of a tensor, or its transpose, under another name."""
 
     op: Literal["pick"] = Field(description="Take one row of a tensor, or turn it, and give it another name.")
-    source: str = Field(alias="from", description="Tensor name on disk.")
-    target: str = Field(alias="to", description="Tensor name in the module tree.")
+    source: DiskPath = Field(alias="from", description="Tensor name on disk.")
+    target: DiskPath = Field(alias="to", description="Tensor name in the module tree.")
     row: int | None = Field(None, description="The row that is taken; absent for all.")
     transposed: bool = Field(False, description="The matrix on disk is [in, out].")
 
@@ -116,7 +122,7 @@ class PluginOp(Spec):
 
     op: Literal["plugin"] = Field(description="A plugin's layout operation.")
     name: str = Field(description="Name under which the plugin offers it.")
-    source: str = Field(alias="from", description="Module path it applies to.")
+    source: DiskPath = Field(alias="from", description="Module path it applies to.")
     options: Options = Field({}, description="Options of the operation.")
 
 

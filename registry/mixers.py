@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mlx_experts.registry.values import AnyValue, Bool, Count, Num, Options, Positive, Ref, Spec, Width
+from mlx_experts.registry.values import (
+    AnyValue,
+    Bool,
+    Count,
+    Leaf,
+    ModulePath,
+    Num,
+    Options,
+    Positive,
+    Ref,
+    Spec,
+    Width,
+)
 
 if TYPE_CHECKING:
     RopeStyle = Literal["half", "interleaved"]
@@ -47,8 +59,8 @@ class QkNormSpec(Spec):
     after_rope: bool = Field(False, description="Normalise after the rotation.")
     weight: bool = Field(True, description="Whether the norms have weights.")
     eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
-    q: str = Field("q_norm", description="Leaf of the query norm.")
-    k: str = Field("k_norm", description="Leaf of the key norm.")
+    q: Leaf = Field("q_norm", description="Leaf of the query norm.")
+    k: Leaf = Field("k_norm", description="Leaf of the key norm.")
     enabled: Bool = Field(True, description="Whether the norms exist.")
 
 
@@ -57,18 +69,20 @@ class OutputGateSpec(Spec):
 
     function: Literal["sigmoid", "softplus"] = Field(description="The gate function.")
     over: GateOver = Field(description="One value for each element or for each head.")
-    path: str | None = Field(None, description="Its own projection; absent: packed in q, per head [q, gate].")
+    path: ModulePath | None = Field(
+        None, description="Its own projection; absent: packed in q, per head [q, gate]."
+    )
     enabled: Bool = Field(True, description="Whether the gate exists.")
 
 
 class GqaNames(Spec):
     """Leaves of an attention module."""
 
-    q: str = Field("q_proj", description="Query projection.")
-    k: str = Field("k_proj", description="Key projection.")
-    v: str = Field("v_proj", description="Value projection.")
-    o: str = Field("o_proj", description="Output projection.")
-    qkv: str | None = Field(None, description="One projection for [q, k, v] in place of three.")
+    q: Leaf = Field("q_proj", description="Query projection.")
+    k: Leaf = Field("k_proj", description="Key projection.")
+    v: Leaf = Field("v_proj", description="Value projection.")
+    o: Leaf = Field("o_proj", description="Output projection.")
+    qkv: Leaf | None = Field(None, description="One projection for [q, k, v] in place of three.")
 
 
 class TemperatureSpec(Spec):
@@ -84,7 +98,7 @@ class GqaSpec(Spec):
     """Grouped-query attention."""
 
     kind: Literal["gqa"] = Field(description="Grouped-query attention.")
-    path: str = Field("self_attn", description="Module path in the layer.")
+    path: ModulePath = Field("self_attn", description="Module path in the layer.")
     heads: Width | None = Field(None, description="Query heads; the size `num_heads` when absent.")
     kv_heads: Width | None = Field(None, description="Key-value heads; the size `num_kv_heads` when absent.")
     head_dim: Width | None = Field(None, description="Head width; the size `head_dim` when absent.")
@@ -105,7 +119,7 @@ class GqaSpec(Spec):
     clip: Positive | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")
     value_scale: Num = Field(1.0, description="Factor on the values.")
     gate: OutputGateSpec | None = Field(None, description="Gate on the output.")
-    sinks: str | None = Field(None, description="Leaf with one learned sink logit for each head.")
+    sinks: Leaf | None = Field(None, description="Leaf with one learned sink logit for each head.")
     sinks_enabled: Bool = Field(True, description="Whether the sinks exist.")
     temperature: TemperatureSpec | None = Field(None, description="Position-dependent query scale.")
     share_kv_every: Count | None = Field(
@@ -124,7 +138,7 @@ class PluginMixerSpec(Spec):
     """A mixer that a plugin builds."""
 
     kind: str = Field(description="The name under which a plugin offers the mixer.")
-    path: str = Field("self_attn", description="Module path in the layer.")
+    path: ModulePath = Field("self_attn", description="Module path in the layer.")
     rope: RopeSpec | None = Field(None, description="Rotary embedding, for mixers that rotate.")
     options: Options = Field({}, description="Options of the mixer.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mlx_experts.registry.rules import TypeRange
 from mlx_experts.registry.schema import Family
 from mlx_experts.registry.values import Ref, Spec
 
@@ -70,8 +71,13 @@ def _sinks(family: Family) -> str:
 
 
 def _window(family: Family) -> str:
+    # A type that a rule's switch gives only where a config asks for it sets nothing apart.
+    rules = family.layer_types or ()
+    rare = {r.is_ for r in rules if isinstance(r, TypeRange) and _said(r.enabled) is False}
     stated = [
-        each.get("window") if isinstance(each, dict) else None for each in (family.variants or {}).values()
+        each.get("window")
+        for name, each in (family.variants or {}).items()
+        if isinstance(each, dict) and name not in rare
     ]
     windows = [_said(each) for each in (_at(family, "attention.window"), *stated)]
     return "no windows" if all(each in (None, 0) for each in windows) else "sliding windows"

@@ -19,6 +19,8 @@ from mlx_experts.registry.schema import (
 )
 
 FLOAT32_LARGEST = 3.4e38
+ROPE_PLACE = "rope_parameters or rope_scaling in config.json, or `rope` in the family file"
+"""Where the parameters of a rotation may come from."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class RopePlan:
             return float(value)
         raise ConfigError(
             f"rope type '{self.type}' needs a positive number '{name}'",
-            where="config.json, rope_parameters or rope_scaling",
+            where=ROPE_PLACE,
             found="none" if value is None else repr(value)[:80],
         )
 
@@ -80,7 +82,7 @@ class RopePlan:
             found = found if len(value) == count else f"{len(value)} entries"
         raise ConfigError(
             f"rope type '{self.type}' needs '{name}' with one number for each rotated pair",
-            where="config.json, rope_parameters or rope_scaling",
+            where=ROPE_PLACE,
             expected=f"{count} entries",
             found=found,
         )

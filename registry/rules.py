@@ -92,7 +92,7 @@ class TypeList(Spec):
     kind: Literal["list"] = Field(description="A list with one entry for each layer.")
     key: str = Field(description="Config key of the list.")
     map: dict[str | int | bool, str] | None = Field(
-        None, description="Config values to the types used here; without it values are types."
+        None, min_length=1, description="Config values to the types used here; without it values are types."
     )
     empty_is_absent: bool = Field(False, description="A list without entries does not count as present.")
     last: str | None = Field(None, description="Type of the last layer, whatever else the rule says of it.")
@@ -103,7 +103,7 @@ class TypeLetters(Spec):
 
     kind: Literal["letters"] = Field(description="A string, or a list, with one letter for each layer.")
     key: str = Field(description="Config key of the string.")
-    map: dict[str, str] = Field(description="Letters to layer types.")
+    map: dict[str, str] = Field(min_length=1, description="Letters to layer types.")
     repeats: bool = Field(False, description="The string is a pattern that repeats from the first layer on.")
 
 
@@ -145,7 +145,7 @@ class TypePattern(Spec):
     """A repeating list of types."""
 
     kind: Literal["pattern"] = Field(description="The types repeat from the first layer on.")
-    types: tuple[str, ...] = Field(description="The types.")
+    types: tuple[str, ...] = Field(min_length=1, description="The types.")
 
 
 TypeRule = Annotated[

@@ -18,16 +18,33 @@ from mlx_experts.registry.mixers import PluginMixerSpec as PluginMixerSpec
 from mlx_experts.registry.mixers import RopeSpec as RopeSpec
 from mlx_experts.registry.mixers import TemperatureSpec as TemperatureSpec
 from mlx_experts.registry.rules import LayerRule, TypeRule
-from mlx_experts.registry.values import RESOLVED, Bool, Count, Num, Options, Positive, Ref, Spec, Str, Width
+from mlx_experts.registry.values import (
+    RESOLVED,
+    Bool,
+    Count,
+    ModulePath,
+    ModulePathOrNone,
+    NotNegative,
+    Num,
+    Options,
+    Positive,
+    Ref,
+    SharedPath,
+    Spec,
+    Str,
+    Width,
+)
 
 if TYPE_CHECKING:
     NormKind = Literal["rms", "layer", "layer_no_bias"]
     NormOffset = Literal["none", "load", "run"]
+    Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
     Weigh = Literal["output", "input"]
     Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
 else:
     NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
     NormOffset = Ref | Literal["none", "load", "run"]
+    Score = Ref | Literal["softmax", "sigmoid", "sqrtsoftplus"]
     Weigh = Ref | Literal["output", "input"]
     Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
 
@@ -58,10 +75,10 @@ class NormSpec(Spec):
 class BlockSpec(Spec):
     """How a decoder layer joins its two branches; a norm that is null does not exist."""
 
-    pre_mixer: str | None = Field("input_layernorm", description="Norm before the mixer.")
-    post_mixer: str | None = Field(None, description="Norm on the mixer's output.")
-    pre_mlp: str | None = Field("post_attention_layernorm", description="Norm before the MLP.")
-    post_mlp: str | None = Field(None, description="Norm on the MLP's output.")
+    pre_mixer: ModulePath | None = Field("input_layernorm", description="Norm before the mixer.")
+    post_mixer: ModulePath | None = Field(None, description="Norm on the mixer's output.")
+    pre_mlp: ModulePath | None = Field("post_attention_layernorm", description="Norm before the MLP.")
+    post_mlp: ModulePath | None = Field(None, description="Norm on the MLP's output.")
     parallel: bool = Field(False, description="Both branches read the first norm and are added together.")
     residual_multiplier: Num = Field(1.0, description="Factor on each branch before it is added.")
     kind: str = Field("standard", description="`standard`, or the name of a plugin's decoder layer.")
@@ -71,11 +88,13 @@ class BlockSpec(Spec):
 class NamesSpec(Spec):
     """Module paths of the decoder's frame."""
 
-    wrapper: str = Field("", description="Module that holds the decoder and its head, or nothing.")
-    root: str = Field("model", description="Module of the decoder.")
-    embed: str = Field("embed_tokens", description="Token embedding, under the root.")
-    layers: str = Field("layers", description="The list of layers, under the root.")
-    norm: str | None = Field("norm", description="Final norm, under the root; null for none.")
+    wrapper: ModulePathOrNone = Field(
+        "", description="Module that holds the decoder and its head, or nothing."
+    )
+    root: ModulePath = Field("model", description="Module of the decoder.")
+    embed: ModulePath = Field("embed_tokens", description="Token embedding, under the root.")
+    layers: ModulePath = Field("layers", description="The list of layers, under the root.")
+    norm: ModulePath | None = Field("norm", description="Final norm, under the root; null for none.")
 
 
 class LayerInputsSpec(Spec):
@@ -97,13 +116,13 @@ class EmbeddingSpec(Spec):
 class HeadSpec(Spec):
     """The output head."""
 
-    path: str = Field("lm_head", description="Module path beside the root.")
+    path: ModulePath = Field("lm_head", description="Module path beside the root.")
     tied: Bool = Field(description="Whether the embedding serves as head.")
     embedding_if_absent: Bool = Field(
         False, description="A head of its own that is the embedding where a checkpoint has none."
     )
     bias: Bool = Field(False, description="Whether the head has a bias.")
-    norm: str | None = Field(None, description="A norm inside the head, before its product.")
+    norm: ModulePath | None = Field(None, description="A norm inside the head, before its product.")
     multiplier: Num = Field(1.0, description="Factor on the logits.")
     divisor: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)`; 0 for none.")
@@ -129,12 +148,12 @@ class ActivationSpec(Spec):
 class DenseSpec(Spec):
     """The MLP of layers without experts."""
 
-    path: str = Field("mlp", description="Module path in the layer.")
+    path: ModulePath = Field("mlp", description="Module path in the layer.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
     width: Width | None = Field(None, description="Inner width; the size `dense_width` when absent.")
     activation: ActivationSpec = Field(description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
-    names: tuple[str, str, str] = Field(
+    names: tuple[ModulePath, ModulePath, ModulePath] = Field(
         ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
     )
 
@@ -142,7 +161,7 @@ class DenseSpec(Spec):
 class SelectionBiasSpec(Spec):
     """A bias that is added to the scores for selection only."""
 
-    path: str = Field(description="Leaf, from the MoE module.")
+    path: ModulePath = Field(description="Leaf, from the MoE module.")
     enabled: Bool = Field(True, description="Whether the bias exists.")
 
 
@@ -159,8 +178,8 @@ class NormaliseSpec(Spec):
     """Division of the selected weights by their sum."""
 
     enabled: Bool = Field(description="Whether the weights are divided.")
-    eps: Num = Field(0.0, description="Added to the sum.")
-    clamp: Num = Field(0.0, description="Lower bound of the sum.")
+    eps: NotNegative = Field(0.0, description="Added to the sum.")
+    clamp: NotNegative = Field(0.0, description="Lower bound of the sum.")
     skip_single: Bool = Field(False, description="Not done when one expert is picked.")
     p: Positive = Field(1.0, description="The norm that divides: 1 for the sum of magnitudes.")
 
@@ -168,12 +187,12 @@ class NormaliseSpec(Spec):
 class RouterSpec(Spec):
     """How a token picks its experts: logits, score, selection, weights."""
 
-    path: str = Field(description="Leaf of the router's matrix, from the MoE module.")
+    path: ModulePath = Field(description="Leaf of the router's matrix, from the MoE module.")
     form: Literal["linear", "bare"] = Field(
         description="A Linear that conversion may quantise, or a bare matrix that it may not."
     )
     bias: Bool = Field(False, description="Whether the product has a bias.")
-    input_norm: str | None = Field(
+    input_norm: ModulePath | None = Field(
         None, description="Leaf of a scale: the input is RMS-normalised and multiplied by it."
     )
     dtype: Literal["model", "float32"] = Field(description="Type of the product with the router's matrix.")
@@ -182,7 +201,7 @@ class RouterSpec(Spec):
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
     select: str = Field("topk", description="`topk`, or the name of a plugin's selection.")
     options: Options = Field({}, description="Options of a plugin's selection.")
-    score: Str = Field(description="softmax, sigmoid or sqrtsoftplus.")
+    score: Score = Field(description="The function that makes scores of logits.")
     score_dtype: Literal["float32", "logits"] = Field(
         "float32", description="Type the scores are computed in."
     )
@@ -193,7 +212,7 @@ class RouterSpec(Spec):
     groups: GroupsSpec | None = Field(None, description="Group-limited selection.")
     normalise: NormaliseSpec | None = Field(None, description="Division by the sum.")
     scale: Num = Field(1.0, description="Factor on the weights, after normalising.")
-    expert_scale: str | None = Field(None, description="Leaf of a learned factor for each expert.")
+    expert_scale: ModulePath | None = Field(None, description="Leaf of a learned factor for each expert.")
 
     @model_validator(mode="after")
     def _a_linear_holds_no_bias_for_selection(self) -> RouterSpec:
@@ -208,10 +227,10 @@ class LatentSpec(Spec):
     """A narrower space that the routed experts work in."""
 
     width: Count = Field(description="Width of the space; 0 for none.")
-    down: str = Field(description="Leaf that projects into it.")
-    up: str = Field(description="Leaf that projects out of it, after the weighted sum.")
+    down: ModulePath = Field(description="Leaf that projects into it.")
+    up: ModulePath = Field(description="Leaf that projects out of it, after the weighted sum.")
     bias: Bool = Field(False, description="Biases on both.")
-    norm: str | None = Field(
+    norm: ModulePath | None = Field(
         None, description="Leaf of a norm on the weighted sum, before it leaves the space."
     )
     norm_enabled: Bool = Field(True, description="Whether that norm exists.")
@@ -226,7 +245,7 @@ class LatentSpec(Spec):
 class ExpertsSpec(Spec):
     """The routed experts."""
 
-    path: str = Field(description="Container, from the MoE module.")
+    path: ModulePath = Field(description="Container, from the MoE module.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
     width: Width | None = Field(None, description="Inner width; the size `expert_width` when absent.")
     activation: ActivationSpec = Field(description="Activation.")
@@ -241,17 +260,19 @@ class SharedSpec(Spec):
     """The expert that every token passes."""
 
     combine: Combine = Field(description="How its output joins the routed one.")
-    path: str = Field(description="Module path, from the MoE module (`../name` for the layer).")
+    path: SharedPath = Field(description="Module path, from the MoE module (`../name` for the layer).")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated or not.")
     width: Count = Field(description="Inner width.")
     count: Count = Field(1, description="The width is multiplied by this.")
     activation: ActivationSpec = Field(description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
-    names: tuple[str, str, str] = Field(
+    names: tuple[ModulePath, ModulePath, ModulePath] = Field(
         ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
     )
     fused: bool = Field(False, description="Gate and up are one matrix under the gate's name.")
-    gate: str | None = Field(None, description="Leaf of the gate or mix projection, from the MoE module.")
+    gate: ModulePath | None = Field(
+        None, description="Leaf of the gate or mix projection, from the MoE module."
+    )
     gate_bias: bool = Field(False, description="Whether that projection has a bias.")
     enabled: Bool = Field(True, description="Whether it exists; without width there is none either.")
 
@@ -264,19 +285,21 @@ class SharedSpec(Spec):
 class MoeSpec(Spec):
     """The Mixture-of-Experts block."""
 
-    path: str = Field(description="Module path in the layer.")
-    layers: tuple[LayerRule, ...] = Field(description="Which layers: the first rule whose key is present.")
+    path: ModulePathOrNone = Field(description="Module path in the layer.")
+    layers: tuple[LayerRule, ...] = Field(
+        min_length=1, description="Which layers: the first rule whose key is present."
+    )
     dense_below: int = Field(0, description="With fewer experts than this such a layer has a dense MLP.")
     router: RouterSpec = Field(description="The router.")
     experts: ExpertsSpec = Field(description="The routed experts.")
     shared: SharedSpec | None = Field(description="The shared expert; null for none.")
-    output_norm: str | None = Field(None, description="Leaf of a norm on the block's output.")
+    output_norm: ModulePath | None = Field(None, description="Leaf of a norm on the block's output.")
 
 
 class BackboneSpec(Spec):
     """mlx-lm's own model and layouts, in which this package's blocks take the place of its MoE blocks."""
 
-    module: str = Field(description="Module of `mlx_lm.models`.")
+    module: ModulePath = Field(description="Module of `mlx_lm.models`.")
     blocks: tuple[str, ...] = Field((), description="Classes of its MoE blocks that are replaced.")
     kept: str | None = Field(None, description="Why its blocks stay as they are, where none is replaced.")
     needs_metal: bool = Field(False, description="Whether it runs on Metal only.")
@@ -339,6 +362,7 @@ class Family(Spec):
     text_config: bool = Field(False, description="The text settings may be nested under `text_config`.")
     text_keys: tuple[str, ...] = Field(
         ("text_config",),
+        min_length=1,
         description="Dotted keys of the nested text settings, of which the first present one counts.",
     )
     config: SizesSpec = Field(description="Where config.json says the sizes.")
@@ -350,7 +374,7 @@ class Family(Spec):
         None, description="The mixer of every layer, or the base of variants."
     )
     layer_types: tuple[TypeRule, ...] | None = Field(
-        None, description="The type of each layer: the first rule whose key is present."
+        None, min_length=1, description="The type of each layer: the first rule whose key is present."
     )
     variants: dict[str, dict[str, Any] | None] = Field(
         {}, description="By layer type: what differs from `attention`, or a mixer of its own; null for none."

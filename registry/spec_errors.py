@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.values import PATH_WORDS
 from mlx_experts.registry.yaml_lines import KeyPath, Lines
 
 _WORDS = {
@@ -23,6 +25,17 @@ _WORDS = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
     "none_required": "null",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "bool_parsing": "true or false",
+    "too_short": "a list that is not empty",
+    "string_too_short": "text that is not empty",
+}
+_BOUNDS = {
+    "greater_than": ("a number above", "gt"),
+    "greater_than_equal": ("a number of at least", "ge"),
+    "less_than": ("a number below", "lt"),
+    "less_than_equal": ("a number of at most", "le"),
 }
 # PyYAML follows YAML 1.1, in which an exponent needs a point before it and a sign.
 _LOOSE_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -45,9 +58,7 @@ def spec_error(error: ValidationError, lines: Lines, path: Path, prefix: KeyPath
     if first["type"] == "missing":
         return _missing(errors, loc, lines, path, prefix)
     here = [e for e in errors if _yaml_location((*prefix, *e["loc"]), lines, e["type"]) == loc]
-    expected = list(dict.fromkeys(_wanted(e) for e in here))
-    if {"a number", "a whole number"} <= set(expected):
-        expected.remove("a whole number")
+    expected = words_of(here)
     more = f" ({len(errors) - len(here)} more are wrong)" if len(errors) > len(here) else ""
     return SpecError(
         f"'{key}' cannot be this{more}",
@@ -56,6 +67,15 @@ def spec_error(error: ValidationError, lines: Lines, path: Path, prefix: KeyPath
         found=repr(first["input"])[:120],
         hint=_hint(first["input"], expected),
     )
+
+
+def words_of(errors: Sequence[Any]) -> list[str]:
+    """What pydantic's errors about one value say it should be, each thing once."""
+    words = list(dict.fromkeys(_wanted(e) for e in errors))
+    if any(word.startswith("a number") for word in words):
+        words = [word for word in words if word != "a whole number"]
+    # A bound says more than the bare type does.
+    return [word for word in words if not any(other.startswith(f"{word} ") for other in words)]
 
 
 def at(lines: Lines, loc: KeyPath, path: Path) -> str:
@@ -98,6 +118,11 @@ def _wanted(error: Any) -> str:
         return str(context["expected"])
     if kind == "union_tag_invalid":
         return f"{context['discriminator']} {context['expected_tags']}".replace("'", "")
+    if kind == "string_pattern_mismatch":
+        return PATH_WORDS[context["pattern"]]
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        return f"{words} {context[key]:g}"
     message = str(error["msg"])
     return _WORDS.get(kind) or message.removeprefix("Value error, ").removeprefix("Input should be ")
 

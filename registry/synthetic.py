@@ -64,6 +64,8 @@ _KEYS: tuple[tuple[str, Any], ...] = (
     ("width", 64),
     ("dim", 32),
 )
+# Mappings whose keys are names of layer types or of config values, of which `from` may be one.
+_BY_NAME = ("variants", "dense_types", "mlp_variants", "map")
 
 
 def tiny_config(family: Family) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _layer_rules(config: dict[str, Any], family: Family, layers: int) -> None:
     type_rules = family.layer_types or ()
     for rule in type_rules[:1]:
         if isinstance(rule, rules.TypeList) and _get(config, rule.key) is None:
-            words = list(rule.map) if rule.map else [k for k in mixers(family) if k]
+            words = list(rule.map or (kind for kind in family.variants if kind)) or ["full_attention"]
             _set(config, rule.key, [words[i % len(words)] for i in range(layers)])
         elif isinstance(rule, rules.TypeLetters) and _get(config, rule.key) is None:
             letters = list(rule.map)
@@ -190,7 +192,7 @@ def _walk(at: str, field: str, value: Any, kind: str) -> Iterator[tuple[str, str
     elif isinstance(value, Spec):
         for name, info in type(value).model_fields.items():
             yield from _walk(f"{at}.{name}", name, getattr(value, name), _type_of(info.annotation))
-    elif isinstance(value, dict) and "from" not in value:
+    elif isinstance(value, dict) and (field in _BY_NAME or "from" not in value):
         for name, item in value.items():
             yield from _walk(f"{at}.{name}", name, item, "any")
     elif isinstance(value, dict):

@@ -28,6 +28,18 @@ RESOLVED: Final = {"resolved": True}
 SIZE_BOUND = 2**28
 """No width, count or number of rows of a model comes near it, and products of two fit in 64 bits."""
 
+_PART, _ON_DISK = r"[A-Za-z_][A-Za-z0-9_]*", r"([A-Za-z0-9_-]|\{layer\}|\{expert\})+"
+_MODULE = rf"{_PART}(\.{_PART})*"
+MODULE_PATH: Final = rf"^{_MODULE}$"
+PATH_WORDS: Final = {
+    rf"^{_PART}$": "the name of a module or parameter: letters, digits and _",
+    MODULE_PATH: "a module path: names joined by dots, such as mlp.gate",
+    rf"^({_MODULE})?$": "a module path: names joined by dots, such as mlp.gate, or nothing",
+    rf"^(\.\./)?{_MODULE}$": "a module path: names joined by dots, such as mlp.gate, perhaps after ../",
+    rf"^{_ON_DISK}(\.{_ON_DISK})*(\.?\*)?$": "a name on disk: parts joined by dots, such as h.{layer}.mlp",
+}
+"""Patterns of the paths in a family file, each with what it means to a reader."""
+
 
 class Spec(BaseModel):
     """Base of every section of a family file: frozen, and closed to unknown keys."""
@@ -83,7 +95,9 @@ class Ref(Spec):
     if_null: Checked = Field(None, description="The value where a key is there and null, if not the default.")
     times: StrictInt | StrictFloat | None = Field(None, description="A number is multiplied by this.")
     map: dict[str | bool | int, Checked] | None = Field(
-        None, description="Config values to words or further references; a value not listed is refused."
+        None,
+        min_length=1,
+        description="Config values to words or further references; a value not listed is refused.",
     )
     present: Checked = Field(
         None, description="What any value that is present stands for (a value or a reference), where stated."
@@ -116,9 +130,15 @@ if TYPE_CHECKING:
     Width = int
     Num = float
     Positive = float
+    NotNegative = float
     Bool = bool
     Str = str
     AnyValue = Any
+    Leaf = str
+    ModulePath = str
+    ModulePathOrNone = str
+    SharedPath = str
+    DiskPath = str
     Options = dict[str, Any]
 else:
     Int = Ref | StrictInt
@@ -127,7 +147,11 @@ else:
     _WHOLE, _REAL = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)], Field(allow_inf_nan=False)
     Num = Ref | _WHOLE | Annotated[StrictFloat, _REAL]
     Positive = Ref | Annotated[_WHOLE, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0), _REAL]
+    NotNegative = Ref | Annotated[_WHOLE, Field(ge=0)] | Annotated[StrictFloat, Field(ge=0), _REAL]
     Bool = Ref | StrictBool
     Str = Ref | StrictStr
     AnyValue = Checked
+    Leaf, ModulePath, ModulePathOrNone, SharedPath, DiskPath = (
+        Annotated[str, Field(pattern=pattern)] for pattern in PATH_WORDS
+    )
     Options = Annotated[dict[str, Checked], BeforeValidator(_references_are_sound)]

@@ -72,5 +72,15 @@ def test_no_module_of_the_engine_imports_a_verb_of_the_command_line():
     assert "mlx.core" in result["modules"]
 
 
+def test_the_fast_check_needs_no_array_library():
+    script = (
+        "import sys; from mlx_experts.registry.cli import run; code = run(['check', '--fast']); "
+        "print(sorted({'mlx', 'numpy', 'mlx_experts.engine'} & set(sys.modules)), file=sys.stderr); "
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
 def test_an_import_the_wrong_way_is_seen():
     assert imported("mlx_experts.engine.arrays", ["mlx"])["culprits"] == {"mlx": "mlx_experts.engine.arrays"}

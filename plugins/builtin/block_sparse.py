@@ -62,7 +62,7 @@ class BlockSparseAttention(Attention):
         if turned > spec.index_dim:
             raise ConfigError(
                 "more of a head is rotated than an index head is wide",
-                where="config.json",
+                where="config.json or the family file",
                 expected=f"at most {spec.index_dim} rotated values",
                 found=str(turned),
             )

@@ -107,11 +107,14 @@ class SparseAttention(LatentAttention):
         super().__init__(layer, plan)
         self._dsa = spec = mixer_options(DsaOptions, layer, "sparse attention")
         if not spec.q_rank:
-            raise ConfigError("an indexer needs a latent width of queries", where="config.json")
+            raise ConfigError(
+                "an indexer needs a latent width of queries", where="config.json or the family file"
+            )
         self._shared = shares_selection(spec, layer.index)
         if self._shared and layer.index == 0:
             raise ConfigError(
-                "the first layer shares an indexer, and there is none before it", where="config.json"
+                "the first layer shares an indexer, and there is none before it",
+                where="config.json or the family file",
             )
         if not self._shared:
             self.indexer = Indexer(spec, layer.sizes.hidden_size, layer.rope)

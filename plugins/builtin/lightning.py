@@ -20,7 +20,7 @@ from mlx_experts.engine.rope import Rope
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.values import Bool, Num, Positive, Spec, Str, Width
+from mlx_experts.registry.values import Bool, Leaf, Num, Positive, Spec, Str, Width
 
 BLOCK = 128
 
@@ -28,12 +28,12 @@ BLOCK = 128
 class LightningNames(Spec):
     """Leaves of a lightning attention module."""
 
-    qkv: str = Field("qkv_proj", description="Projection to queries, keys and values.")
-    out: str = Field("out_proj", description="Output projection.")
-    gate: str = Field("output_gate", description="Projection to the gate of the output.")
-    norm: str = Field("norm", description="Norm of the output, before the gate.")
-    q_norm: str = Field("q_norm", description="Norm of the queries.")
-    k_norm: str = Field("k_norm", description="Norm of the keys.")
+    qkv: Leaf = Field("qkv_proj", description="Projection to queries, keys and values.")
+    out: Leaf = Field("out_proj", description="Output projection.")
+    gate: Leaf = Field("output_gate", description="Projection to the gate of the output.")
+    norm: Leaf = Field("norm", description="Norm of the output, before the gate.")
+    q_norm: Leaf = Field("q_norm", description="Norm of the queries.")
+    k_norm: Leaf = Field("k_norm", description="Norm of the keys.")
 
 
 class LightningOptions(Spec):

@@ -24,7 +24,7 @@ from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan, RopePlan
 from mlx_experts.registry.schema import OutputGateSpec, PluginMixerSpec, TemperatureSpec
-from mlx_experts.registry.values import Bool, Count, Positive, Spec, Width
+from mlx_experts.registry.values import Bool, Count, ModulePath, Positive, Spec, Width
 
 
 class MlaOptions(Spec):
@@ -40,7 +40,7 @@ class MlaOptions(Spec):
     scale_q: Bool = Field(False, description="Queries are multiplied by sqrt(model width / q_rank).")
     scale_kv: Bool = Field(False, description="Latents are multiplied by sqrt(model width / kv_rank).")
     expanded: bool = Field(False, description="Full keys and values are cached, and kv_b_proj is kept whole.")
-    out: str = Field("o_proj", description="Leaf of the output projection.")
+    out: ModulePath = Field("o_proj", description="Leaf of the output projection.")
     gate: OutputGateSpec | None = Field(None, description="Gate on the output, with a projection of its own.")
     temperature: TemperatureSpec | None = Field(None, description="Query scale by position.")
 

@@ -52,7 +52,7 @@ class NgramEmbedding(nn.Module):
         if count < 1 or width % count:
             raise ConfigError(
                 "the model's width cannot be divided among the n-gram tables",
-                where="config.json",
+                where="config.json or the family file",
                 expected=f"a multiple of {count}",
                 found=str(width),
             )

@@ -22,7 +22,7 @@ from mlx_experts.engine.options import read_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.values import Bool, Spec
+from mlx_experts.registry.values import Bool, ModulePath, Spec
 
 
 class ParallelMoeOptions(Spec):
@@ -32,9 +32,9 @@ class ParallelMoeOptions(Spec):
         False, description="The MLP has twice its width where a layer reuses keys and values."
     )
     direction: Literal["causal"] = Field("causal", description="Tokens see what is before them.")
-    dense_norm: str = Field(description="Norm after the MLP, in layers with experts.")
-    expert_pre_norm: str = Field(description="Norm before the experts.")
-    expert_norm: str = Field(description="Norm after the experts.")
+    dense_norm: ModulePath = Field(description="Norm after the MLP, in layers with experts.")
+    expert_pre_norm: ModulePath = Field(description="Norm before the experts.")
+    expert_norm: ModulePath = Field(description="Norm after the experts.")
 
 
 class Frame(nn.Module):

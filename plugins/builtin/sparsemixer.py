@@ -44,7 +44,7 @@ def sparsemixer(*, logits: mx.array, top_k: int, options: Mapping[str, Any]) -> 
     if top_k != 2:
         raise ConfigError(
             "sparsemixer routes each token to two experts",
-            where="config.json",
+            where="config.json or the family file",
             expected="2 experts a token",
             found=str(top_k),
         )

@@ -31,9 +31,8 @@ from mlx_experts.registry.cli import (
     tune,
 )
 from mlx_experts.registry.cli.common import versions
+from mlx_experts.registry.command import INTERRUPTED
 from mlx_experts.registry.errors import RegistryError
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="registry",
@@ -126,8 +125,3 @@ def _report(bug: Exception) -> int:
     print(f"error: a bug of ours: {type(bug).__name__}: {bug}", file=sys.stderr)
     print(f"  next:     please report it with the file {Path(file.name)}", file=sys.stderr)
     return 3
-
-
-def main() -> None:
-    """Entry point of both commands."""
-    sys.exit(run(sys.argv[1:]))

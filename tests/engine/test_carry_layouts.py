@@ -131,7 +131,8 @@ def test_columns_of_a_normalised_head_have_length_one_however_often_it_is_carrie
 
 def test_experts_are_written_one_by_one_where_mlx_lm_reads_them_so(tmp_path: Path) -> None:
     model, config = tiny("dbrx")
-    config = {**config, "attn_config": {"clip_qkv": 2.0, "rope_theta": 5000.0, **config["attn_config"]}}
+    attention = {"clip_qkv": 2.0, "rope_theta": config["rope_theta"], **config["attn_config"]}
+    config = {**config, "attn_config": attention}
     model = build_tiny(catalog().load("dbrx"), config)
     quantised, config = quantize_model(model, config, 32, 4)
     save_model(tmp_path, quantised, config)

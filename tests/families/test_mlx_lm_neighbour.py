@@ -60,6 +60,8 @@ MLX_LM_CANNOT_READ = {
     "llama4/types_apart": "takes llama4_text for a dense model",
     "llama4/vlm_plain": "does not read moe_layers",
     "glm4_moe/groups": "never ties",
+    "qwen3_moe/windows": "knows the number of experts by its older key alone",
+    "qwen3_next/gelu": "does not read layer_types",
     "mellum/dense_bias_yarn": "knows no dense layer",
     "minimax_m2/yarn": "needs rotary_dim",
     "phimoe/tied_bias": "never ties",

@@ -10,9 +10,11 @@ from typing import Any
 import pluggy
 import pytest
 
+from mlx_experts.engine import activations
 from mlx_experts.plugins import hookspecs
 from mlx_experts.plugins.hookspecs import Override, hookimpl
-from mlx_experts.plugins.manager import KINDS, Pieces, PluginProblem, pieces
+from mlx_experts.plugins.manager import KINDS, Pieces, PluginProblem, offered, pieces
+from mlx_experts.registry.vocabulary import ACTIVATIONS, CONFIG_NAMES
 
 ROOT = Path(__file__).parent.parent.parent
 HOOKS = [n for n, _ in inspect.getmembers(hookspecs, inspect.isfunction) if n.startswith(("add_", "offer_"))]
@@ -83,3 +85,13 @@ def test_every_hook_is_documented(hook: str) -> None:
 
 def test_every_hook_has_a_test() -> None:
     assert set(HOOKS) == {*KINDS.values(), "add_families"}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_names_that_are_known_without_the_engine_are_those_that_are_offered(kind: str) -> None:
+    assert offered(kind) == set(pieces().names(kind))
+
+
+def test_the_activations_that_are_known_without_the_engine_are_those_that_it_has() -> None:
+    assert set(ACTIVATIONS) == set(activations.names()) - offered("activation")
+    assert set(CONFIG_NAMES.values()) <= set(ACTIVATIONS)

@@ -15,10 +15,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_experts.engine import gates, parity, selfcheck
 from mlx_experts.engine.loading import load_model
 from mlx_experts.engine.originals import TOLERANCE, measure
+from mlx_experts.registry import vocabulary
 from mlx_experts.registry.catalog import Catalog, merge
 from mlx_experts.registry.check import check_fast
 from mlx_experts.registry.coverage import Known, mlx_lm_families
-from mlx_experts.registry.errors import RegistryError, SpecError, TensorError
+from mlx_experts.registry.errors import ConfigError, RegistryError, SpecError, TensorError
+from mlx_experts.registry.resolve import resolve
+from mlx_experts.registry.synthetic import tiny_config
 
 CASE = Path(__file__).parent.parent / "cases" / "mixtral" / "base"
 
@@ -78,6 +81,149 @@ def test_swapped_gate_and_up_load_and_differ_from_the_original(tmp_path: Path) -
     measured = measure(model, CASE / "oracle.npz")
     assert not measured.ok
     assert measured.full > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "hint"),
+    [
+        ({"attention": {"kind": "mlla"}}, "attention.kind", "'mla'"),
+        ({"block": {"kind": "shortcutt"}}, "block.kind", "'shortcut'"),
+        ({"embedding": {"kind": "ngramm"}}, "embedding.kind", "'ngram'"),
+        ({"moe": {"router": {"select": "sparsmixer"}}}, "moe.router.select", "'sparsemixer'"),
+        ({"moe": {"experts": {"activation": "swigl"}}}, "moe.experts.activation", "'swiglu'"),
+        (
+            {"moe": {"experts": {"activation": {"from": "act", "default": "swigl"}}}},
+            "moe.experts.activation",
+            "'swiglu'",
+        ),
+        (
+            {"layouts": {"ops": [{"op": "plugin", "name": "absorb", "from": "a"}]}},
+            "layouts.ops.0.name",
+            "'absorb_kv'",
+        ),
+    ],
+)
+def test_the_fast_check_names_what_nothing_offers(
+    tmp_path: Path, change: dict[str, Any], key: str, hint: str
+) -> None:
+    name = mutant(tmp_path, change)
+    report = check_fast(Catalog([tmp_path]), [name])
+    assert f"'{key}' names no" in report.problems[name][0]
+    assert str(tmp_path / "mutant.yaml") in report.problems[name][0]
+    assert hint in report.problems[name][0]
+
+
+def test_the_fast_check_takes_what_a_plugin_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = mutant(tmp_path, {"attention": {"kind": "my_mixer", "rope": None}})
+    monkeypatch.setattr(vocabulary, "offered", lambda kind: {"my_mixer"} if kind == "mixer" else set())
+    assert check_fast(Catalog([tmp_path]), [name]).ok
+
+
+def _literals() -> list[tuple[dict[str, Any], str]]:
+    def stands_in(value: Any) -> dict[str, Any]:
+        return {"from": "no_such_key", "default": value}
+
+    return [
+        ({"moe": {"router": {"scale": stands_in("big")}}}, "moe.router.scale"),
+        ({"moe": {"router": {"score": stands_in("softmx")}}}, "moe.router.score"),
+        (
+            {"moe": {"router": {"score": {"from": "hidden_act", "map": {"silu": "softmx"}}}}},
+            "moe.router.score",
+        ),
+        ({"moe": {"router": {"scale": {"from": "hidden_act", "present": "big"}}}}, "moe.router.scale"),
+        ({"moe": {"experts": {"bias": stands_in("no")}}}, "moe.experts.bias"),
+        ({"config": {"num_layers": stands_in(10**6)}}, "config.num_layers"),
+        ({"config": {"top_k": stands_in(-2)}}, "config.top_k"),
+        ({"head": {"softcap": stands_in(stands_in("x"))}}, "head.softcap"),
+        ({"attention": {"scale": stands_in(-1.0)}}, "attention.scale"),
+        ({"attention": {"rope": {"theta": -1.0}}}, "attention.rope.theta"),
+        ({"attention": {"rope": {"partial": 3.0}}}, "attention.rope.partial"),
+        ({"attention": {"rope": {"style": stands_in("wide")}}}, "attention.rope.style"),
+        ({"attention": {"rope": {"dims": stands_in(0)}}}, "attention.rope.dims"),
+        ({"attention": {"rope": {"enabled": stands_in("no")}}}, "attention.rope.enabled"),
+        ({"attention": {"rope": {"when_absent": stands_in([1])}}}, "attention.rope.when_absent"),
+        ({"attention": {"rope": {"options": stands_in(3)}}}, "attention.rope.options"),
+        (
+            {"attention": {"rope": {"scaled_types": stands_in("full_attention")}}},
+            "attention.rope.scaled_types",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("change", "key"), _literals(), ids=lambda v: v if isinstance(v, str) else "")
+def test_a_bad_literal_is_told_at_the_family_and_not_at_the_config(
+    tmp_path: Path, change: dict[str, Any], key: str
+) -> None:
+    family = Catalog([tmp_path]).load(mutant(tmp_path, change))
+    config = {**tiny_config(family), "hidden_act": "silu"}
+    config.pop("no_such_key", None)
+    config.pop("rope_theta")
+    with pytest.raises(SpecError) as caught:
+        resolve(family, config)
+    assert caught.value.what.startswith(f"'{key}' ")
+    assert caught.value.where == "mutant.yaml"
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hidden_size", "64", "a whole number"),
+        ("hidden_size", 64.5, "a whole number"),
+        ("hidden_size", -4, "a number above 0"),
+        ("num_local_experts", -1, "a number of at least 0"),
+        ("vocab_size", 2**40, "a number below 2.68435e+08"),
+        ("rms_norm_eps", "small", "a number"),
+        ("rms_norm_eps", -1e-5, "a number above 0"),
+        ("rms_norm_eps", {"from": "x"}, "a number"),
+        ("tie_word_embeddings", "yes", "true or false"),
+        ("hidden_act", 3, "text"),
+    ],
+)
+def test_what_a_config_may_hold_is_said_in_our_words(key: str, value: Any, expected: str) -> None:
+    family = Catalog().load("mixtral")
+    with pytest.raises(ConfigError) as caught:
+        resolve(family, {**tiny_config(family), key: value})
+    assert caught.value.what == f"'{key}' holds a value that cannot be"
+    assert caught.value.where == "config.json"
+    assert caught.value.expected == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"variants": {"from": None}},
+        {"variants": {"from": {"path": "other"}}},
+        {"mlp_variants": {"from": "moe"}},
+        {"dense_types": {"from": "to"}},
+        {"layer_types": [{"kind": "list", "key": "layer_types", "map": {"from": ""}}]},
+    ],
+)
+def test_a_layer_type_may_be_called_as_a_reference_begins(tmp_path: Path, change: dict[str, Any]) -> None:
+    name = mutant(tmp_path, change)
+    assert check_fast(Catalog([tmp_path]), [name]).ok
+
+
+@pytest.mark.parametrize("name", [n for n in Catalog().names() if Catalog().load(n).layer_types])
+def test_a_family_whose_layer_types_have_no_variants_is_checked_or_refused(tmp_path: Path, name: str) -> None:
+    """Every layer then has the one mixer, or none, which is an error."""
+    bundled = Path(str(resources.files("mlx_experts.families")))
+    data = yaml.safe_load((bundled / f"{name}.yaml").read_text())
+    if "extends" in data:
+        base = yaml.safe_load((bundled / f"{data['extends']}.yaml").read_text())
+        data = {
+            **merge(base, data),
+            "model_types": data["model_types"],
+            "architectures": data["architectures"],
+        }
+        del data["extends"]
+    has_mixer = data.get("attention") is not None
+    (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**data, "variants": {}}, sort_keys=False))
+    report = check_fast(Catalog(bundled=tmp_path), [name])
+    problems = "\n".join(report.problems.get(name, []))
+    assert ("no layer of the family has a mixer" in problems) == (not has_mixer)
+    if has_mixer:
+        assert "layer type" not in problems
 
 
 def test_disabled_dispatch_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,16 +38,52 @@ def test_the_head_alone_is_a_family(tmp_path: Path) -> None:
         ("moe: {layers: [{kind: evry}]}", "'moe.layers.0'", "kind all, list"),
         ("layouts: {ops: [{op: renam}]}", "'layouts.ops.0'", "op rename, split"),
         ("layouts: {drop: mtp.*}", "'layouts.drop'", "a list"),
-        ("attention: {window: -3}", "'attention.window'", "greater than"),
+        ("attention: {window: -3}", "'attention.window'", "a number of at least 0"),
         ("attention: {qkv_bias: 'no'}", "'attention.qkv_bias'", "true or false"),
-        ("config: {hidden_size: {from: ''}}", "'config.hidden_size", "at least 1 character"),
-        ("config: {hidden_size: {from: []}}", "'config.hidden_size", "at least 1 item"),
+        ("config: {hidden_size: {from: ''}}", "'config.hidden_size", "text that is not empty"),
+        ("config: {hidden_size: {from: []}}", "'config.hidden_size", "a list that is not empty"),
+        ("config: {hidden_size: {from: a, map: {}}}", "'config.hidden_size", "not empty"),
+        ("moe: {router: {score: softmx}}", "'moe.router.score'", "'softmax', 'sigmoid'"),
+        ("moe: {router: {normalise: {eps: -1.0}}}", "'moe.router.normalise.eps'", "a number of at least 0"),
+        ("norm: {eps: -1}", "'norm.eps'", "a number above 0"),
+        ("moe: {layers: []}", "'moe.layers'", "a list that is not empty"),
+        ("layer_types: []", "'layer_types'", "a list that is not empty"),
+        ("layer_types: [{kind: pattern, types: []}]", "'layer_types.0.types'", "a list that is not empty"),
+        ("layer_types: [{kind: letters, key: a, map: {}}]", "'layer_types.0.map'", "not empty"),
+        ("text_keys: []", "'text_keys'", "a list that is not empty"),
+        ("layouts: {ops: [{op: split, from: a, to: []}]}", "'layouts.ops.0.to'", "a list that is not empty"),
+        ("layouts: {ops: [{op: rename, from: 'a b', to: c}]}", "'layouts.ops.0.from'", "a name on disk"),
+        ("attention: {names: {q: a.b}}", "'attention.names.q'", "the name of a module"),
+        ("variants: {near: {window: -3}}", "'variants.near.window'", "a number of at least 0"),
+        ("variants: {near: {kind: mla, path: a b}}", "'variants.near.path'", "a module path"),
     ],
 )
 def test_a_value_that_cannot_be_says_what_could(tmp_path: Path, line: str, key: str, expected: str) -> None:
     error = mistake(tmp_path, f"{HEAD}{line}\n")
     assert key in error.what
     assert expected in error.expected
+    assert error.where == f"{tmp_path / 'my_moe.yaml'}:6"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["'dens!!python/object:os'", "a:b", "'a b'", "a..b", "'.a'", "'a.'", "'a.0'", "é", "'*'", "..", '"a\\n"'],
+)
+@pytest.mark.parametrize("section", ["dense", "attention", "head", "moe.router", "moe.experts"])
+def test_a_module_path_is_names_joined_by_dots(tmp_path: Path, section: str, path: str) -> None:
+    """Anything else would build a tree that no tensor's name fits."""
+    opening = "".join(f"{{{part}: " for part in section.split(".")[1:])
+    text = f"{section.split('.')[0]}: {opening}{{path: {path}}}" + "}" * section.count(".")
+    error = mistake(tmp_path, f"{HEAD}{text}\n")
+    assert error.what == f"'{section}.path' cannot be this"
+    assert error.expected.startswith("a module path")
+    assert error.where == f"{tmp_path / 'my_moe.yaml'}:6"
+
+
+def test_a_family_without_any_mixer_is_told(tmp_path: Path) -> None:
+    without_variants = HEAD.replace("qwen3_moe", "mixtral")
+    error = mistake(tmp_path, f"{without_variants}attention: null\nvariants: {{}}\n")
+    assert "mixer" in error.what
     assert error.where == f"{tmp_path / 'my_moe.yaml'}:6"
 
 

@@ -13,6 +13,7 @@ from mlx_experts.registry.config import ConfigView
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.expand import expand_moe_layers, expand_types
 from mlx_experts.registry.resolve import Resolver, Sizes, resolve
+from mlx_experts.registry.rotary import rope_plan
 from mlx_experts.registry.schema import RopeSpec, RouterSpec
 from mlx_experts.registry.synthetic import tiny_config
 from mlx_experts.registry.values import Ref
@@ -67,8 +68,8 @@ def test_base_of_a_layer_wins_and_zero_leaves_it_without_positions() -> None:
     spec = RopeSpec.model_validate({"style": "half", "layer_theta": {"from": "bases", "per_layer": True}})
     config = {"bases": [0, 300.0], "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
     resolver = Resolver("a_family", ConfigView(config))
-    assert resolver.rope(spec, 0, "full_attention", SIZES) is None
-    plan = resolver.rope(spec, 1, "full_attention", SIZES)
+    assert rope_plan(resolver, spec, 0, "full_attention", SIZES) is None
+    plan = rope_plan(resolver, spec, 1, "full_attention", SIZES)
     assert plan is not None
     assert plan.theta == 300.0
 

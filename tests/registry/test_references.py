@@ -12,6 +12,7 @@ from mlx_experts.registry.config import ConfigView
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.expand import expand_moe_layers, expand_types
 from mlx_experts.registry.resolve import Resolver, Sizes
+from mlx_experts.registry.rotary import rope_plan
 from mlx_experts.registry.schema import RopeSpec
 from mlx_experts.registry.values import Ref
 
@@ -114,7 +115,7 @@ def test_rope_parameters_of_a_config_without_any_are_not_mixed_with_stated_ones(
     sizes = Sizes(64, 1, 8, 4, 4, 16, None, 1e-5, 64, 4, 2, 16)
 
     def rope(config: dict[str, Any]) -> Any:
-        return Resolver("a_family", ConfigView(config)).rope(spec, 0, "full_attention", sizes)
+        return rope_plan(Resolver("a_family", ConfigView(config)), spec, 0, "full_attention", sizes)
 
     assert rope({}).params["truncate"] is False
     stated = rope({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
@@ -158,4 +159,4 @@ def test_rope_parameters_that_are_no_object_are_refused(key: str) -> None:
     sizes = Sizes(64, 1, 8, 4, 4, 16, None, 1e-5, 64, 4, 2, 16)
     resolver = Resolver("a_family", ConfigView({key: [1]}))
     with pytest.raises(ConfigError, match=f"'{key}' is not an object"):
-        resolver.rope(spec, 0, "full_attention", sizes)
+        rope_plan(resolver, spec, 0, "full_attention", sizes)

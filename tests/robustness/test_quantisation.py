@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
-from mlx_experts import save_model
+from mlx_experts import load_model, save_model
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.inspection import inspect_checkpoint
 from mlx_experts.engine.quantize import Reader, quantize_modules, stored_format
@@ -274,3 +275,76 @@ def test_any_declared_entry_is_read_or_refused(
         where = str(folder)
         assert bool(report.formats) == ("quantization" in saved) == packed
     assert "config.json" in where or where == str(folder)
+
+
+PATH = "model.layers.1.mlp.switch_mlp.up_proj"
+EIGHT = {"group_size": 64, "bits": 8}
+
+
+@pytest.mark.report("QNT-05", "QNT-07")
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"quantization": {**entry("affine", 4, 32), PATH: EIGHT}}, f"group 64, .* 4-bit group 32.*{PATH}"),
+        (
+            {"quantization": EIGHT},
+            "says affine 8-bit group 64, the tensors are affine 4-bit .*lm_head",
+        ),
+        ({"quantization": {**entry("affine", 4, 32), PATH: False}}, f"says not quantised, .*: {PATH}"),
+        ({"quantization": {**entry("affine", 4, 32), PATH: [8, 64]}}, f"no objects: {PATH}"),
+        (
+            {"quantization": entry("affine", 4, 32), "quantization_config": EIGHT},
+            "quantization and quantization_config differ; the first is followed",
+        ),
+    ],
+)
+def test_what_the_tensors_overrule_is_said_to_whoever_loads_or_inspects(
+    declared: dict[str, Any],
+    said: str,
+    lab: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Module, declared pair and used pair: nobody has to know whom to ask."""
+    model, config = lab.tiny("qwen3_moe")
+    stored, _ = lab.pack(lab.parameters(model), 4, 32)
+    folder = lab.write(tmp_path, stored, {**config, **declared})
+    load_model(folder, lazy=True)
+    assert [r.name for r in caplog.records] == ["mlx_experts"]
+    assert re.search(f"{re.escape(str(folder))}: .*{said}", caplog.text)
+    assert run(["inspect", str(folder)]) == 0
+    assert re.search(said, " ".join(capsys.readouterr().out.split()))
+
+
+@pytest.mark.report("QNT-07")
+def test_an_entry_for_tensors_that_are_not_quantised_at_all_is_said(lab: Any, tmp_path: Path) -> None:
+    model, config = lab.tiny("qwen3_moe")
+    folder = lab.write(tmp_path, lab.parameters(model), {**config, "quantization": EIGHT})
+    _, saved, report = lab.load(folder)
+    want = "the config says affine 8-bit group 64, and no tensor is quantised; the tensors are right"
+    assert report.notices == inspect_checkpoint(Checkpoint.open(folder)).notices == [want]
+    assert "quantization" not in saved
+
+
+@pytest.mark.report("QNT-07")
+def test_an_entry_of_mlx_over_tensors_of_another_library_is_said(lab: Any, tmp_path: Path) -> None:
+    model, config = lab.tiny("qwen3_moe")
+    stored, module = lab.parameters(model), "model.layers.1.self_attn.q_proj"
+    stored[f"{module}.weight"] = mx.to_fp8(stored[f"{module}.weight"])
+    stored[f"{module}.weight_scale"] = mx.ones((1,))
+    folder = lab.write(tmp_path, stored, {**config, "quantization": EIGHT})
+    _, _, report = lab.load(folder)
+    assert len(report.notices) == 2
+    assert "MLX's own packing ({'group_size': 64, 'bits': 8})" in report.notices[0]
+    assert f"fp8 with a scale for each tensor or row; the tensors are right: {module}" in report.notices[0]
+    assert inspect_checkpoint(Checkpoint.open(folder)).notices == report.notices
+
+
+def test_what_loads_as_declared_is_loaded_in_silence(
+    lab: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, config = lab.tiny("qwen3_moe")
+    stored, _ = lab.pack(lab.parameters(model), 4, 32)
+    load_model(lab.write(tmp_path, stored, {**config, "quantization": entry("affine", 4, 32)}), lazy=True)
+    assert caplog.records == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from mlx_experts.registry.cli import app, run
 CASES = Path(__file__).parent.parent.parent / "cases"
 DEMO = Path(str(files("mlx_experts").joinpath("demo")))
 CASE = str(CASES / "qwen3_moe" / "base" / "hub")
-MAIN = "from mlx_experts.registry.cli import main; main()"
+MAIN = "from mlx_experts.registry.command import main; main()"
 COMMANDS = sorted(command.name or "" for command in app.registered_commands)
 
 
@@ -142,6 +144,23 @@ def test_an_interrupt_is_told_in_one_line(
     code, _, err = output(capsys, "list")
     assert code == 130
     assert err.startswith("interrupted")
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.04, 0.07, 0.1, 0.15])
+def test_an_interrupt_while_the_command_line_is_imported_leaves_in_silence(delay: float) -> None:
+    """The verb waits for its input, so that the signal comes before its end however fast the machine is."""
+    script = MAIN.replace("main()", "print('here', flush=True); main()")
+    command = [sys.executable, "-c", script, "generate", str(DEMO), "--prompt", "-"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "here\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        code, errors = process.wait(60), process.stderr.read()
+    assert code == 130
+    assert errors in ("", "interrupted; nothing half-written was kept\n")
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
