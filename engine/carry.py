@@ -293,7 +293,7 @@ class Carrier:
         for rule in self.spec.may_lack:
             pattern = _pattern(rule)
             names = [name for name in self.tree.shapes if pattern.fullmatch(name)]
-            if any(name in result.tensors for name in names):
+            if not names or any(name in result.tensors for name in names):
                 continue
             result.lacking[rule] += len(names)
             for name in names:

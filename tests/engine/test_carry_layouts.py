@@ -103,6 +103,12 @@ def test_parameters_that_converters_throw_away_are_zero_and_the_load_says_so(tmp
     assert any("e_score_correction_bias" in notice and "zero" in notice for notice in report.notices)
 
 
+def test_a_model_without_such_parameters_lacks_none() -> None:
+    model, _ = tiny("ernie4_5_moe", moe_layer_start_index=99)
+    assert not any(name.endswith("e_score_correction_bias") for name in parameters(model))
+    assert not model.carry(parameters(model)).lacking
+
+
 def test_checkpoint_that_lacks_some_of_what_it_may_lack_is_refused(tmp_path: Path) -> None:
     model, config = tiny("ernie4_5_moe")
     kept = parameters(model)
