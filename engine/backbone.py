@@ -103,7 +103,7 @@ class Backbone(Described):
     def __init__(self, args: ModelArgs) -> None:
         spec = args.plan.family.backbone
         assert spec is not None
-        if spec.needs_metal and not mx.metal.is_available():
+        if spec.metal_only and not mx.metal.is_available():
             raise DeviceError(
                 f"the family '{args.plan.family.family}' runs on Apple GPUs only",
                 where=self.source.__name__,
@@ -111,6 +111,10 @@ class Backbone(Described):
                 found=str(mx.default_device()),
                 hint="load it on a Mac; mlx-lm, whose model it is, has no other kernels for it",
             )
+        if spec.stand_ins is not None and not mx.metal.is_available():
+            # For good: the module's own functions cannot run here, whoever calls them.
+            for name, piece in pieces().get("stand-ins", spec.stand_ins).items():
+                setattr(self.source, name, piece)
         with _mlx_lm_reads(self.source):
             super().__init__(_arguments(self.source, args))
             self._plan = args.plan

@@ -92,6 +92,15 @@ def offer_embeddings() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
+def offer_stand_ins() -> Offers:  # type: ignore[empty-body]
+    """Sets of plain operations by the `backbone.stand_ins` that family files name.
+
+    A set maps names of mlx-lm's module to what takes their place on a device without Metal: functions, and
+    classes that are mlx-lm's own with another call.
+    """
+
+
+@hookspec
 def offer_caches() -> Offers:  # type: ignore[empty-body]
     """Prompt caches by the `backbone.cache` that family files name.
 

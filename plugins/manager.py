@@ -32,6 +32,7 @@ KINDS = {
     "kernel": "offer_kernels",
     "embedding": "offer_embeddings",
     "cache": "offer_caches",
+    "stand-ins": "offer_stand_ins",
 }
 
 

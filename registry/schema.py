@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from mlx_experts.registry.backbone import BackboneSpec
 from mlx_experts.registry.layouts import LayoutsSpec
 from mlx_experts.registry.mixers import GqaSpec as GqaSpec
 from mlx_experts.registry.mixers import MixerSpec as MixerSpec
@@ -294,25 +295,6 @@ class MoeSpec(Spec):
     experts: ExpertsSpec = Field(description="The routed experts.")
     shared: SharedSpec | None = Field(description="The shared expert; null for none.")
     output_norm: ModulePath | None = Field(None, description="Leaf of a norm on the block's output.")
-
-
-class BackboneSpec(Spec):
-    """mlx-lm's own model and layouts, in which this package's blocks take the place of its MoE blocks."""
-
-    module: ModulePath = Field(description="Module of `mlx_lm.models`.")
-    blocks: tuple[str, ...] = Field((), description="Classes of its MoE blocks that are replaced.")
-    kept: str | None = Field(None, description="Why its blocks stay as they are, where none is replaced.")
-    needs_metal: bool = Field(False, description="Whether it runs on Metal only.")
-    cache: str | None = Field(
-        None, description="The prompt cache that takes the place of mlx-lm's, where its own cannot be loaded."
-    )
-
-    @model_validator(mode="after")
-    def _blocks_are_replaced_or_kept(self) -> BackboneSpec:
-        """Either blocks are named, or why none is."""
-        if bool(self.blocks) == (self.kept is not None):
-            raise ValueError("state either the `blocks` that are replaced or why they are `kept`")
-        return self
 
 
 def _key(name: str, *default: None) -> Any:

@@ -58,6 +58,13 @@ def _named(plan: Plan) -> Iterator[tuple[str, str, str, Collection[str]]]:
     family = plan.family
     yield "block.kind", "block", family.block.kind, ("standard",)
     yield "embedding.kind", "embedding", family.embedding.kind, ("standard",)
+    if family.backbone is not None:
+        for key, kind, name in (
+            ("cache", "cache", family.backbone.cache),
+            ("stand_ins", "stand-ins", family.backbone.stand_ins),
+        ):
+            if name is not None:
+                yield f"backbone.{key}", kind, name, ()
     for i, op in enumerate(family.layouts.ops):
         if isinstance(op, PluginOp):
             yield f"layouts.ops.{i}.name", "layout operation", op.name, ()

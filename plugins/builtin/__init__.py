@@ -14,6 +14,7 @@ OFFERS: dict[str, tuple[str, str]] = {
     "ngram_embedding": ("embedding", "ngram"),
     "normed_residual": ("block", "normed_residual"),
     "parallel_moe": ("block", "parallel_moe"),
+    "plain_muse_spark": ("stand-ins", "plain_muse_spark"),
     "shared_row": ("layout operation", "shared_row"),
     "short_conv": ("mixer", "short_conv"),
     "shortcut": ("block", "shortcut"),

@@ -212,7 +212,9 @@ def test_a_config_that_mlx_lm_refuses_is_an_error_of_the_config() -> None:
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="a machine with Metal builds it")
-def test_a_model_that_needs_metal_says_so() -> None:
+def test_a_model_that_needs_metal_and_has_no_stand_ins_says_so() -> None:
     family, config = tiny("muse_spark")
+    assert family.backbone is not None
+    bare = family.model_copy(update={"backbone": family.backbone.model_copy(update={"stand_ins": None})})
     with pytest.raises(DeviceError, match="runs on Apple GPUs only"):
-        build(ModelArgs(resolve(family, config), config))
+        build(ModelArgs(resolve(bare, config), config))

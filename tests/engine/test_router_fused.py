@@ -86,7 +86,7 @@ def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
     if current_device() != device:
         pytest.skip(f"the default device is not {device}")
     family = catalog().load(name)
-    if family.backbone is not None and family.backbone.needs_metal:
+    if family.backbone is not None and family.backbone.metal_only:
         pytest.skip("the family runs on Apple GPUs only")
     model = build_tiny(family, tiny_config(family))
     mx.random.seed(3)

@@ -22,7 +22,7 @@ CASES = Path(__file__).parent.parent / "cases"
 
 
 def _runs_here(family: Family) -> bool:
-    return family.backbone is None or not family.backbone.needs_metal or mx.metal.is_available()
+    return family.backbone is None or not family.backbone.metal_only or mx.metal.is_available()
 
 
 def _said_over_loaded(folder: Path) -> float:

@@ -27,7 +27,7 @@ def runs_here(view: View) -> bool:
         backbone = catalog().for_config(view.config()).backbone
     except UnknownFamilyError:
         return False
-    return backbone is None or not backbone.needs_metal or mx.metal.is_available()
+    return backbone is None or not backbone.metal_only or mx.metal.is_available()
 
 
 CASES = Path(__file__).parent.parent / "cases"

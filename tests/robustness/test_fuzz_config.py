@@ -30,7 +30,7 @@ from mlx_experts.registry.synthetic import config_keys
 FAMILIES = [
     name
     for name in catalog().names()
-    if (backbone := catalog().load(name).backbone) is None or not backbone.needs_metal
+    if (backbone := catalog().load(name).backbone) is None or not backbone.metal_only
 ]
 # What loading takes beside the tensors themselves: headers, frequencies, positions.
 ROOM = 64_000_000
