@@ -181,6 +181,13 @@ def _faults(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tre
             got = (want[0], *got[1:])
         if got != want:
             faults.append(f"{names['weight']} has shape {list(got)}, expected {list(want)}")
+        axes = 1 if isinstance(layout, spec.Flat) else 2
+        for name in (names[plane] for plane in names if plane not in ("weight", "global_scale")):
+            its = tensors[name].shape
+            if len(its) < axes or its[0] != shape[0]:
+                faults.append(
+                    f"{name} has shape {list(its)}, expected [{shape[0]}, ...] in {axes} axes or more"
+                )
     return faults
 
 

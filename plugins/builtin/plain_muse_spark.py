@@ -1,8 +1,9 @@
 """Plain operations in the place of the Metal kernels of mlx-lm's Muse Spark, so that it runs on every device.
 
 mlx-lm 0.32 writes parts of the model as kernels for Metal and rounds to bfloat16 in between. Here the same
-steps (transformers, models/muse_spark/modeling_muse_spark.py) are float32, rounded to the type of what comes in,
-so that a model in float32 is the original's. Legend: B batch, L tokens, D model width, H heads, d head width.
+steps (transformers, models/muse_spark/modeling_muse_spark.py) are float32, rounded to the type of what comes
+in, so that a model in float32 is the original's.
+Legend: B batch, L tokens, D model width, H heads, d head width.
 """
 
 from __future__ import annotations

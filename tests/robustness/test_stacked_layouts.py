@@ -239,3 +239,16 @@ def test_joined_rows_go_to_gate_and_up_by_halves(name: str, lab: Any) -> None:
     gate, up = (np.array(got[f"{stack.module(leaf)}.weight"])[3, :, 0] for leaf in (0, 1))
     assert (gate == np.arange(len(gate))).all()
     assert (up == np.arange(len(gate), 2 * len(gate))).all()
+
+
+@pytest.mark.report("LAY-05")
+@pytest.mark.parametrize("shape", [(), (3,), (1, 64)])
+@pytest.mark.parametrize("part", ["gate_up_proj_bias", "down_proj_bias"])
+def test_a_bias_that_is_not_one_row_an_expert_is_named(part: str, shape: tuple[int, ...], lab: Any) -> None:
+    model, _ = lab.tiny("gpt_oss")
+    disk = model.carrier.save(lab.parameters(model), 0)
+    name = next(n for n in disk if n.endswith(part))
+    before = {**disk, name: mx.zeros(shape)}
+    with pytest.raises(TensorError) as caught:
+        model.carry(dict(before))
+    assert f"{name} has shape {list(shape)}" in caught.value.found
