@@ -1,7 +1,7 @@
 """Tries a fused kernel once against gathered products before it is trusted.
 
 A driver or a chip that nobody has tried may compute nonsense. Each kind of layer is tried on its own weights
-with one random token, so that the kernel that will run is the one that was compared.
+with random tokens, so that the kernel that will run is the one that was compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _compare(
     shape = (*x.shape[:-1], facts.top_k)
     # From the first expert to the last one, in steps as even as can be.
     picks = [k * (facts.num_experts - 1) // max(facts.top_k - 1, 1) for k in range(facts.top_k)]
-    indices = mx.array(picks, dtype=mx.uint32).reshape(shape)
+    indices = mx.broadcast_to(mx.array(picks, dtype=mx.uint32), shape)
     weights = mx.full(shape, 1.0 / facts.top_k)
     got = run(token, indices, weights)
     if isinstance(got, Decline):
