@@ -2,7 +2,8 @@
 
 The choice is made once for each kind of call on a layer's weights and kept until a projection or one of its
 arrays is replaced (by quantising, by an adapter, by loading). The hot path compares identities, calls the
-path and counts the call; it reads no environment and no file.
+path and counts the call; it reads no environment and no file. Threads that meet at a
+first call may each decide; the last decision stays.
 """
 
 from __future__ import annotations
@@ -71,6 +72,17 @@ class _Decision:
     adds_shared: bool = False
 
 
+class _Decided(NamedTuple):
+    """The decisions for one state of a layer's weights.
+
+    They are kept with that state and replaced together with it, so that a decision which one thread makes
+    while another replaces the weights is never found beside the new ones.
+    """
+
+    seen: pack.Snapshot
+    by_kind: dict[tuple[object, ...], _Decision]
+
+
 def _shared(
     facts: ExpertFacts, asked: Policy, beside: Beside, dtype: mx.Dtype
 ) -> pack.PackedShared | Decline:
@@ -98,8 +110,7 @@ class ExpertDispatch:
 
     def __init__(self, layer: str, activation: Activation, fused: bool | None = None) -> None:
         self.layer, self.activation, self.fused = layer, activation, fused
-        self._seen: pack.Snapshot | None = None
-        self._decisions: dict[tuple[object, ...], _Decision] = {}
+        self._decided: _Decided | None = None
 
     def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
         return type(self), (self.layer, self.activation, self.fused)
@@ -131,14 +142,13 @@ class ExpertDispatch:
         device = current_device()
         kind = (rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
         others = () if beside is None else beside.modules()
-        seen = self._seen
-        if seen is None or not seen.holds(container, others):
-            seen = self._seen = pack.Snapshot.of(container, others)
-            self._decisions = {}
-        decision = self._decisions.get(kind)
+        decided = self._decided
+        if decided is None or not decided.seen.holds(container, others):
+            decided = self._decided = _Decided(pack.Snapshot.of(container, others), {})
+        decision = decided.by_kind.get(kind)
         if decision is None:
             decision = self._decide(container, x, rows, indices.shape[-1], device, beside)
-            self._decisions[kind] = decision
+            decided.by_kind[kind] = decision
         if decision.run is not None:
             y = decision.run(x, indices, weights)
             if not isinstance(y, Decline):

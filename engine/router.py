@@ -161,12 +161,12 @@ class Router:
 
     def _one_launch(self, moe: nn.Module) -> RoutedRun | Decline:
         """The fused router of the device in use, decided once for each."""
-        device = current_device()
-        run = self._runs.get(device)
+        device, runs = current_device(), self._runs
+        run = runs.get(device)
         if run is None:
             bias = find(moe, self.bias_path) if self.bias_path else None
             run = prepare(self.spec, self.experts, self.top_k, device, self.fused, bias)
-            self._runs[device] = run
+            runs[device] = run
         return run
 
     def pick(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
