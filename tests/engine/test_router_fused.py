@@ -111,8 +111,19 @@ def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
         assert (made.rule if isinstance(made, Decline) else None) == PLAIN.get(name)
         module.use_fused(False)
         plain = module.route(x)
+        assert module._router._runs[device].rule == "switch"
         sort = [np.argsort(np.array(indices).ravel()) for indices, _ in (fused, plain)]
         chosen = [np.array(i).ravel()[o] for (i, _), o in zip((fused, plain), sort, strict=True)]
         shares = [np.array(w).ravel()[o] for (_, w), o in zip((fused, plain), sort, strict=True)]
         np.testing.assert_array_equal(chosen[0], chosen[1])
         np.testing.assert_allclose(shares[0], shares[1], rtol=1e-5)
+
+
+def test_training_routes_by_plain_mlx_which_has_a_gradient() -> None:
+    family = catalog().load("qwen3_moe")
+    model = build_tiny(family, tiny_config(family))
+    block = next(module for module in model.modules() if isinstance(module, MoE))
+    model.train()
+    block.use_fused(True)
+    block.route(mx.ones((1, 1, block.input_width)))
+    assert block._router._runs == {}

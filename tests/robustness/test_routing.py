@@ -66,9 +66,12 @@ def spread(indices: Any, weights: Any, experts: int) -> np.ndarray:
     return result
 
 
-def routed(logits: list[float], k: int, bias: list[float] | None = None, **spec: Any) -> np.ndarray:
+def routed(
+    logits: list[float], k: int, bias: list[float] | None = None, fused: bool | None = None, **spec: Any
+) -> np.ndarray:
     """One token through a router of these steps: its weights by expert."""
     router = Router(RouterSpec.model_validate({**BASE, **spec}), 4, len(logits), k, 1e-6)
+    router.use_fused(fused)
     holder = nn.Module()
     router.build(holder)
     holder.gate.weight = mx.array(logits)[:, None] * mx.array([[1.0, 0, 0, 0]])
@@ -134,6 +137,44 @@ def test_logits_are_multiplied_divided_and_capped_before_they_are_scored(
     want = softmax(np.array(changed))
     want[3] = 0.0
     assert routed(LOGITS, 3, **step) == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "k", "weights"),
+    [
+        ({}, 2, [0.8 / 1.4, 0.6 / 1.4]),
+        ({"eps": 0.6}, 2, [0.4, 0.3]),
+        ({"clamp": 2.0}, 2, [0.4, 0.3]),
+        ({"clamp": 1.0}, 2, [0.8 / 1.4, 0.6 / 1.4]),
+        ({"clamp": 2.0, "eps": 2.0}, 2, [0.2, 0.15]),
+        ({"p": 2.0}, 2, [0.8, 0.6]),
+        ({"skip_single": True}, 1, [0.8, 0.0]),
+        ({"skip_single": True}, 2, [0.8 / 1.4, 0.6 / 1.4]),
+        ({"enabled": False}, 2, [0.8, 0.6]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_picked_scores_are_divided_by_the_norm_that_the_rule_names(
+    rule: dict[str, Any], k: int, weights: list[float], fused: bool
+) -> None:
+    """Scores of 0.8, 0.6 and 0.2, in one launch where it knows the rule, and step by step."""
+    logits = [float(np.log(s / (1 - s))) for s in (0.8, 0.6, 0.2)]
+    got = routed(logits, k, fused=fused, score="sigmoid", normalise={"enabled": True, **rule})
+    assert got == pytest.approx([*weights, 0.0], abs=1e-6)
+
+
+def test_a_bias_for_the_selection_is_added_in_float32_to_scores_of_any_type() -> None:
+    """Biases that are one value in bfloat16 still order the experts of a router that scores in it."""
+    spec = {**BASE, "score": "sigmoid", "score_dtype": "logits", "selection_bias": {"path": "bias"}}
+    router, holder = Router(RouterSpec.model_validate(spec), 4, 4, 2, 1e-6), nn.Module()
+    router.build(holder)
+    holder.gate.weight = mx.zeros((4, 4), mx.bfloat16)
+    holder.bias = mx.array([7.0, 7.01, 7.003, 7.006])
+    holder.eval()
+    indices, weights = router(holder, mx.ones((1, 1, 4), mx.bfloat16))
+    assert sorted(indices.flatten().tolist()) == [1, 3]
+    assert weights.flatten().tolist() == [0.5, 0.5]
 
 
 def test_the_input_is_normalised_and_scaled_before_the_router_reads_it() -> None:
