@@ -7,7 +7,7 @@ Nothing here imports mlx, the registry or the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -101,6 +101,3 @@ def offer_caches() -> Offers:  # type: ignore[empty-body]
     its place, which has a ``state``, a class method ``from_state(state)``, ``nbytes`` for all that it holds,
     and a class that mlx-lm's ``load_prompt_cache`` finds by its name in ``mlx_lm.models.cache``.
     """
-
-
-Builder = Callable[..., Any]
