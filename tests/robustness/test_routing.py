@@ -164,6 +164,25 @@ def test_picked_scores_are_divided_by_the_norm_that_the_rule_names(
     assert got == pytest.approx([*weights, 0.0], abs=1e-6)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("kind", "close"), [("float32", 1e-6), ("logits", 1e-2)])
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_are_computed_in_the_type_that_the_family_names(
+    score: str, kind: str, close: float, fused: bool
+) -> None:
+    """The logits of a bfloat16 model are widened before they are scored, or scored as they are."""
+    spec = RouterSpec.model_validate({**BASE, "score": score, "score_dtype": kind})
+    router, holder, logits = Router(spec, 4, 4, 4, 1e-6), nn.Module(), [0.3125, 1.75, -2.0, 0.875]
+    router.use_fused(fused)
+    router.build(holder)
+    holder.gate.weight = (mx.array(logits)[:, None] * mx.array([[1.0, 0, 0, 0]])).astype(mx.bfloat16)
+    holder.eval()
+    got = spread(*router(holder, mx.array([[[1.0, 0, 0, 0]]], mx.bfloat16)), 4)[0]
+    distance = np.abs(got - SCORES[score](np.array(logits))).max()
+    assert distance < close
+    assert (distance > 1e-5) == (kind == "logits")
+
+
 def test_a_bias_for_the_selection_is_added_in_float32_to_scores_of_any_type() -> None:
     """Biases that are one value in bfloat16 still order the experts of a router that scores in it."""
     spec = {**BASE, "score": "sigmoid", "score_dtype": "logits", "selection_bias": {"path": "bias"}}
