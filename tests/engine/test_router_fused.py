@@ -46,6 +46,11 @@ def test_a_clamped_sum_is_said_as_a_clamp() -> None:
     assert (made.normalise, made.eps) == ("clamp", 1e-12)
 
 
+def test_a_bias_that_a_config_switches_off_is_none() -> None:
+    assert steps(selection_bias={"path": "bias"}).bias
+    assert not steps(selection_bias={"path": "bias", "enabled": False}).bias
+
+
 def test_groups_that_keep_everything_are_no_groups() -> None:
     assert steps(groups={"count": 4, "keep": 4, "score": "top2"}).groups == 1
     made = steps(groups={"count": 4, "keep": 2, "score": "max"})
@@ -75,7 +80,7 @@ def test_steps_that_the_kernel_lacks_are_declined(rule: str, changes: dict[str, 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_switch_leaves_routing_to_plain_mlx(device: Device) -> None:
-    off = prepare(RouterSpec.model_validate(BASE), 8, 2, device, False, None)
+    off = prepare(RouterSpec.model_validate(BASE), 8, 2, device, False)
     assert isinstance(off, Decline)
     assert off.rule == "switch"
 
