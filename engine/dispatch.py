@@ -179,9 +179,21 @@ class ExpertDispatch:
             training=container.training,
         )
         asked = policy.resolve(device, self.fused, tuned=tune.bound(device))
-        offered = self._offered(facts, asked, experts, container, x)
-        if offered is not None:
-            return offered
+        offered, said = self._offered(facts, asked, experts, container, x)
+        decision = offered or self._own(facts, asked, experts, container, x, beside)
+        return replace(decision, note="; ".join(filter(None, (decision.note, *said))))
+
+    def _own(
+        self,
+        facts: ExpertFacts,
+        asked: Policy,
+        experts: pack.PackedExperts | None,
+        container: nn.Module,
+        x: mx.array,
+        beside: Beside | None,
+    ) -> _Decision:
+        """The back-end's own kernel where its gate accepts, else gathered products."""
+        device = facts.device
         verdict: Verdict = gates.judge(facts, asked)
         if isinstance(verdict, Accept):
             assert experts is not None  # an adapted container is declined
@@ -195,13 +207,13 @@ class ExpertDispatch:
             if not isinstance(run, Decline):
                 run = probe.trusted(device, run, facts, container, x, experts.shared)
             if not isinstance(run, Decline):
-                key = TraceKey(self.layer, "fused", rows_label(rows), device)
+                key = TraceKey(self.layer, "fused", rows_label(facts.rows), device)
                 if isinstance(shared, Decline):
                     return _Decision(run, key, f"the shared expert apart, {shared}. {shared.hint}")
                 note = "" if shared is None else "with the shared expert"
                 return _Decision(run, key, note, adds_shared=shared is not None)
             verdict = run
-        return self._gathered(rows, verdict)
+        return self._gathered(facts.rows, verdict)
 
     def _offered(
         self,
@@ -210,19 +222,23 @@ class ExpertDispatch:
         experts: pack.PackedExperts | None,
         container: nn.Module,
         x: mx.array,
-    ) -> _Decision | None:
-        """The first plugin's kernel that accepts; plugins are asked before the back-end's own."""
+    ) -> tuple[_Decision | None, list[str]]:
+        """The first plugin's kernel that accepts, and what those said that declined before it."""
+        said: list[str] = []
         if not asked.enabled or experts is None:
-            return None
+            return None, said
         for name in pieces().names("kernel"):
             kernel = pieces().get("kernel", name)
-            if isinstance(kernel.gate(facts, asked), Accept):
+            run = kernel.gate(facts, asked)
+            if isinstance(run, Accept):
                 run = kernel.prepare(experts, x.dtype)
-                if not isinstance(run, Decline):
-                    run = probe.trusted(name, run, facts, container, x)
-                if not isinstance(run, Decline):
-                    return _Decision(run, TraceKey(self.layer, "fused", rows_label(facts.rows), name), "")
-        return None
+            if not isinstance(run, Decline):
+                run = probe.trusted(name, run, facts, container, x)
+            if not isinstance(run, Decline):
+                key = TraceKey(self.layer, "fused", rows_label(facts.rows), name)
+                return _Decision(run, key, ""), said
+            said.append(f"{name} declined, {run}. {run.hint}")
+        return None, said
 
     def _gathered(self, rows: int, why: Decline) -> _Decision:
         return _Decision(

@@ -36,7 +36,7 @@ class Limits:
         bits: the bit widths by format; a format that is missing is not taken.
         groups: the group sizes by format.
         multiple: H and F must be multiples of this (and of the group, when quantised).
-        form: which form of the activation the kernel needs: ``scalar`` or ``c``.
+        form: which form of the activation the kernel needs.
         shared: what storage a shared expert may have to be added by the same launches: ``any`` that the
             kernel takes, the ``same`` as the routed experts', or ``none``.
     """
@@ -44,7 +44,7 @@ class Limits:
     bits: Mapping[str, frozenset[int]]
     groups: Mapping[str, frozenset[int]]
     multiple: int
-    form: str
+    form: Literal["scalar", "c"]
     shared: Literal["any", "same", "none"]
     dtypes: frozenset[str] = _FLOATS
 

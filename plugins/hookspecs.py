@@ -80,7 +80,8 @@ def offer_kernels() -> Offers:  # type: ignore[empty-body]
     A kernel has ``gate(facts, policy)``, which returns an Accept or a Decline, and
     ``prepare(experts, dtype)``, which returns what runs one call (``engine.kernels.FusedRun``) or a Decline.
     The gate is asked about every kind of call, also of several rows and in training, and what it accepts is
-    compared with gathered products once before it is used. A shared expert is added apart.
+    compared with gathered products once before it is used. What it declines stands in the note of the trace.
+    A shared expert is added apart.
     """
 
 

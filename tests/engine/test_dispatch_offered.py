@@ -82,6 +82,7 @@ def test_where_a_plugins_kernel_declines_the_back_ends_own_runs(container, token
     offer(kernel)
     ExpertDispatch("layers.0", SWIGLU)(container(), *token())
     assert reasons(fresh_trace) == {("fused", "1", "cpu"): 1}
+    assert fresh_trace.snapshot()[0].note == f"mine declined, {NO}. {NO.hint}"
 
 
 def test_a_plugins_kernel_that_computes_something_else_is_not_used(container, token, fresh_trace, offer):
