@@ -76,6 +76,12 @@ def test_every_folder_of_the_layout_is_there() -> None:
     assert [folder for folder in folders if not (ROOT / folder).is_dir()] == []
 
 
+def test_the_map_of_the_engine_has_every_module() -> None:
+    page = (ROOT / "engine" / "README.md").read_text(encoding="utf-8")
+    modules = {path.name for path in (ROOT / "engine").glob("*.py")} - {"__init__.py"}
+    assert modules == set(re.findall(r"`(\w+\.py)`", page))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
