@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlx_experts.engine import activations, tune
 from mlx_experts.engine import dispatch as dispatching
 from mlx_experts.engine.dispatch import Beside, ExpertDispatch
-from mlx_experts.engine.kernels import naive, pack
+from mlx_experts.engine.kernels import gather, naive, pack
 from mlx_experts.engine.kernels.facts import Accept, Decline
 from mlx_experts.engine.measure import relative_rms
 from mlx_experts.engine.mlp import MLP
@@ -92,6 +93,22 @@ def test_a_plugins_kernel_that_computes_something_else_is_not_used(container, to
         made = ExpertDispatch("layers.0", SWIGLU)(c, *call)
     assert relative_rms(made, naive.experts_in_float32(pack.read(c, SWIGLU), *call)) < 1e-5
     assert reasons(fresh_trace) == {("fused", "1", "cpu"): 1}
+
+
+def test_a_kernel_that_could_not_be_tried_is_tried_by_the_next_layer(container, token, offer):
+    """While the weights are differentiated there are no values to compare."""
+    c, call = container(), token()
+    offer(Offered(prepared=lambda *token: 3 * gather.experts(c, SWIGLU, *token)), name="untried")
+    weight = c.up_proj.weight
+
+    def loss(value):
+        c.up_proj.weight = value
+        return ExpertDispatch("layers.0", SWIGLU)(c, *call).sum()
+
+    mx.grad(loss)(weight)
+    c.up_proj.weight = weight
+    with pytest.warns(RuntimeWarning, match="'untried' computes something else"):
+        ExpertDispatch("layers.1", SWIGLU)(c, *call)
 
 
 def test_a_plugins_kernel_is_not_asked_when_switched_off_or_adapted(container, token, fresh_trace, offer):
