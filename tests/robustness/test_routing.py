@@ -147,7 +147,7 @@ def test_logits_are_multiplied_divided_and_capped_before_they_are_scored(
         ({"clamp": 2.0}, 2, [0.4, 0.3]),
         ({"clamp": 1.0}, 2, [0.8 / 1.4, 0.6 / 1.4]),
         ({"clamp": 2.0, "eps": 2.0}, 2, [0.2, 0.15]),
-        ({"p": 2.0}, 2, [0.8, 0.6]),
+        ({"p": 3.0}, 2, [0.8 / 0.728 ** (1 / 3), 0.6 / 0.728 ** (1 / 3)]),
         ({"skip_single": True}, 1, [0.8, 0.0]),
         ({"skip_single": True}, 2, [0.8 / 1.4, 0.6 / 1.4]),
         ({"enabled": False}, 2, [0.8, 0.6]),
