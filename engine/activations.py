@@ -180,7 +180,8 @@ def lookup(name: str) -> ExpertActivation:
         ConfigError: no activation has that name.
     """
     if name not in _TABLE and name in pieces().names("activation"):
-        register(pieces().get("activation", name))
+        # Not `register`: another thread may have looked it up meanwhile.
+        _TABLE.setdefault(name, pieces().get("activation", name))
     if name not in _TABLE:
         raise ConfigError(
             "Unknown expert activation.",

@@ -2,7 +2,8 @@
 
 The choice is made once for each kind of call on a layer's weights and kept until a projection or one of its
 arrays is replaced (by quantising, by an adapter, by loading). The hot path compares identities, calls the
-path and counts the call; it reads no environment and no file.
+path and counts the call; it reads no environment and no file. Threads that meet at a
+first call may each decide; the last decision stays.
 """
 
 from __future__ import annotations
@@ -71,6 +72,17 @@ class _Decision:
     adds_shared: bool = False
 
 
+class _Decided(NamedTuple):
+    """The decisions for one state of a layer's weights.
+
+    They are kept with that state and replaced together with it, so that a decision which one thread makes
+    while another replaces the weights is never found beside the new ones.
+    """
+
+    seen: pack.Snapshot
+    by_kind: dict[tuple[object, ...], _Decision]
+
+
 def _shared(
     facts: ExpertFacts, asked: Policy, beside: Beside, dtype: mx.Dtype
 ) -> pack.PackedShared | Decline:
@@ -98,8 +110,7 @@ class ExpertDispatch:
 
     def __init__(self, layer: str, activation: Activation, fused: bool | None = None) -> None:
         self.layer, self.activation, self.fused = layer, activation, fused
-        self._seen: pack.Snapshot | None = None
-        self._decisions: dict[tuple[object, ...], _Decision] = {}
+        self._decided: _Decided | None = None
 
     def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
         return type(self), (self.layer, self.activation, self.fused)
@@ -131,14 +142,13 @@ class ExpertDispatch:
         device = current_device()
         kind = (rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
         others = () if beside is None else beside.modules()
-        seen = self._seen
-        if seen is None or not seen.holds(container, others):
-            seen = self._seen = pack.Snapshot.of(container, others)
-            self._decisions = {}
-        decision = self._decisions.get(kind)
+        decided = self._decided
+        if decided is None or not decided.seen.holds(container, others):
+            decided = self._decided = _Decided(pack.Snapshot.of(container, others), {})
+        decision = decided.by_kind.get(kind)
         if decision is None:
             decision = self._decide(container, x, rows, indices.shape[-1], device, beside)
-            self._decisions[kind] = decision
+            decided.by_kind[kind] = decision
         if decision.run is not None:
             y = decision.run(x, indices, weights)
             if not isinstance(y, Decline):
@@ -169,9 +179,21 @@ class ExpertDispatch:
             training=container.training,
         )
         asked = policy.resolve(device, self.fused, tuned=tune.bound(device))
-        offered = self._offered(facts, asked, experts, container, x)
-        if offered is not None:
-            return offered
+        offered, said = self._offered(facts, asked, experts, container, x)
+        decision = offered or self._own(facts, asked, experts, container, x, beside)
+        return replace(decision, note="; ".join(filter(None, (decision.note, *said))))
+
+    def _own(
+        self,
+        facts: ExpertFacts,
+        asked: Policy,
+        experts: pack.PackedExperts | None,
+        container: nn.Module,
+        x: mx.array,
+        beside: Beside | None,
+    ) -> _Decision:
+        """The back-end's own kernel where its gate accepts, else gathered products."""
+        device = facts.device
         verdict: Verdict = gates.judge(facts, asked)
         if isinstance(verdict, Accept):
             assert experts is not None  # an adapted container is declined
@@ -185,13 +207,13 @@ class ExpertDispatch:
             if not isinstance(run, Decline):
                 run = probe.trusted(device, run, facts, container, x, experts.shared)
             if not isinstance(run, Decline):
-                key = TraceKey(self.layer, "fused", rows_label(rows), device)
+                key = TraceKey(self.layer, "fused", rows_label(facts.rows), device)
                 if isinstance(shared, Decline):
                     return _Decision(run, key, f"the shared expert apart, {shared}. {shared.hint}")
                 note = "" if shared is None else "with the shared expert"
                 return _Decision(run, key, note, adds_shared=shared is not None)
             verdict = run
-        return self._gathered(rows, verdict)
+        return self._gathered(facts.rows, verdict)
 
     def _offered(
         self,
@@ -200,19 +222,23 @@ class ExpertDispatch:
         experts: pack.PackedExperts | None,
         container: nn.Module,
         x: mx.array,
-    ) -> _Decision | None:
-        """The first plugin's kernel that accepts; plugins are asked before the back-end's own."""
+    ) -> tuple[_Decision | None, list[str]]:
+        """The first plugin's kernel that accepts, and what those said that declined before it."""
+        said: list[str] = []
         if not asked.enabled or experts is None:
-            return None
+            return None, said
         for name in pieces().names("kernel"):
             kernel = pieces().get("kernel", name)
-            if isinstance(kernel.gate(facts, asked), Accept):
+            run = kernel.gate(facts, asked)
+            if isinstance(run, Accept):
                 run = kernel.prepare(experts, x.dtype)
-                if not isinstance(run, Decline):
-                    run = probe.trusted(name, run, facts, container, x)
-                if not isinstance(run, Decline):
-                    return _Decision(run, TraceKey(self.layer, "fused", rows_label(facts.rows), name), "")
-        return None
+            if not isinstance(run, Decline):
+                run = probe.trusted(name, run, facts, container, x)
+            if not isinstance(run, Decline):
+                key = TraceKey(self.layer, "fused", rows_label(facts.rows), name)
+                return _Decision(run, key, ""), said
+            said.append(f"{name} declined, {run}. {run.hint}")
+        return None, said
 
     def _gathered(self, rows: int, why: Decline) -> _Decision:
         return _Decision(

@@ -71,14 +71,12 @@ class Draft:
         family: its name; ``base`` is what it extends.
         data: the YAML mapping.
         questions: what a person has to answer, one line each.
-        inspection: what the checkpoint looks like through the draft; None when it cannot be resolved.
     """
 
     family: str
     base: str
     data: dict[str, Any]
     questions: list[str] = field(default_factory=list)
-    inspection: Inspection | None = None
 
     def to_yaml(self) -> str:
         """The file's text, questions as comments."""
@@ -136,7 +134,7 @@ def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str
         "architectures": [] if claimed else list(architectures)[:1],
         **change,
     }
-    draft = Draft(name, base, data, inspection=seen)
+    draft = Draft(name, base, data)
     if claimed:
         draft.questions.append(
             f"'{claimed}' already describes this checkpoint; this draft answers to '{name}' only"

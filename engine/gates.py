@@ -8,7 +8,7 @@ row of ``LIMITS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mlx_experts.engine.activations import ExpertActivation, names
@@ -36,7 +36,7 @@ class Limits:
         bits: the bit widths by format; a format that is missing is not taken.
         groups: the group sizes by format.
         multiple: H and F must be multiples of this (and of the group, when quantised).
-        form: which form of the activation the kernel needs: ``scalar`` or ``c``.
+        form: which form of the activation the kernel needs.
         shared: what storage a shared expert may have to be added by the same launches: ``any`` that the
             kernel takes, the ``same`` as the routed experts', or ``none``.
     """
@@ -44,9 +44,9 @@ class Limits:
     bits: Mapping[str, frozenset[int]]
     groups: Mapping[str, frozenset[int]]
     multiple: int
-    form: str
+    form: Literal["scalar", "c"]
     shared: Literal["any", "same", "none"]
-    dtypes: frozenset[str] = field(default=_FLOATS)
+    dtypes: frozenset[str] = _FLOATS
 
 
 _BITS = {
@@ -227,8 +227,9 @@ def _global_scale(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline
 def _widths(facts: ExpertFacts, policy: Policy, limits: Limits) -> Decline | None:
     """Inputs divide into whole groups and whole steps of the kernel: nothing is read past a row's end."""
     for part, p in _projections(facts):
-        step = max(p.group_size, limits.multiple, 1)
-        if p.cols % step or (p.format != "plain" and p.cols * p.bits % 32):
+        # Both are powers of two, and a whole group of any format fills whole 32-bit words.
+        step = max(p.group_size, limits.multiple)
+        if p.cols % step:
             return Decline(
                 "widths",
                 f"a multiple of {step}",

@@ -25,6 +25,7 @@ from mlx_experts.engine.build import build
 from mlx_experts.engine.described import Described
 from mlx_experts.engine.dispatch import current_device
 from mlx_experts.engine.families import catalog
+from mlx_experts.engine.kernels import fused_kernel
 from mlx_experts.engine.kernels.facts import Decline
 from mlx_experts.engine.load import cast_tensors, compute_dtype
 from mlx_experts.engine.model import ModelArgs
@@ -248,8 +249,9 @@ def _paths(model: Described) -> list[dict[str, Any]]:
         groups: dict[tuple[str, str, str], int] = {}
         for module in model.modules():
             if isinstance(module, MoE):
-                facts = module.facts(rows, device)
-                verdict = gates.judge(facts, asked)
+                verdict = gates.judge(module.facts(rows, device), asked)
+                if not isinstance(verdict, Decline):
+                    verdict = fused_kernel(device).unavailable() or verdict
                 if isinstance(verdict, Decline):
                     key = ("gather", str(verdict), verdict.hint)
                 else:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_experts.engine import policy
@@ -205,8 +204,3 @@ def saved_quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
 def _words(found: Format) -> dict[str, Any]:
     words = {"group_size": found.group_size, "bits": found.bits, "mode": found.mode}
     return {**words, "global_scale": True} if found.global_scale else words
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters."""
-    return sum(int(value.nbytes) for _, value in tree_flatten(model.parameters()))

@@ -106,12 +106,15 @@ class MoE(nn.Module):
     def facts(self, rows: int, device: Device) -> ExpertFacts:
         """What a fused kernel would be asked for a call of ``rows`` token rows."""
         container = find(self, self._spec.experts.path)
-        activation = self._dispatch.activation
+        activation, top_k = self._dispatch.activation, self._router.top_k
+        if self._spec.experts.weigh == "input":
+            # Every pick is a row of its own: see _on_weighted_input.
+            rows, top_k = rows * top_k, 1
         return pack.facts_of(
             pack.read(container, activation),
             activation,
             rows=rows,
-            top_k=self._router.top_k,
+            top_k=top_k,
             dtype=self._router.matrix(self).dtype,
             device=device,
             training=self.training,

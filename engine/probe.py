@@ -1,14 +1,14 @@
 """Tries a fused kernel once against gathered products before it is trusted.
 
 A driver or a chip that nobody has tried may compute nonsense. Each kind of layer is tried on its own weights
-with one random token, so that the kernel that will run is the one that was compared.
+with random tokens, so that the kernel that will run is the one that was compared.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from typing import cast
+from typing import Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,14 +40,18 @@ def trusted(
         x: an input of the call, for its shape and dtype.
         shared: the shared expert that the kernel adds.
     """
-    key = kernel, facts
-    if key not in _tried():
-        _tried()[key] = _compare(kernel, run, facts, container, x, shared)
-    return _tried()[key] or run
+    tried, key = _tried(), (kernel, facts)
+    verdict = tried.get(key)
+    if verdict is None:
+        verdict = _compare(kernel, run, facts, container, x, shared)
+        if verdict is None:
+            return run  # not kept: the next layer of this kind may be tried
+        tried[key] = verdict
+    return verdict if isinstance(verdict, Decline) else run
 
 
 @functools.cache
-def _tried() -> dict[tuple[str, ExpertFacts], Decline | None]:
+def _tried() -> dict[tuple[str, ExpertFacts], Literal["agrees"] | Decline]:
     return {}
 
 
@@ -58,12 +62,13 @@ def _compare(
     container: nn.Module,
     x: mx.array,
     shared: PackedShared | None,
-) -> Decline | None:
+) -> Literal["agrees"] | Decline | None:
+    """None inside a function transformation, which has no values, and for weights that are no numbers."""
     token = mx.random.normal(x.shape, key=mx.random.key(0)).astype(x.dtype)
     shape = (*x.shape[:-1], facts.top_k)
     # From the first expert to the last one, in steps as even as can be.
     picks = [k * (facts.num_experts - 1) // max(facts.top_k - 1, 1) for k in range(facts.top_k)]
-    indices = mx.array(picks, dtype=mx.uint32).reshape(shape)
+    indices = mx.broadcast_to(mx.array(picks, dtype=mx.uint32), shape)
     weights = mx.full(shape, 1.0 / facts.top_k)
     got = run(token, indices, weights)
     if isinstance(got, Decline):
@@ -78,7 +83,7 @@ def _compare(
         return None
     error = cast(float, (distance / mx.maximum(length, 1e-20)).item())
     if error <= _BOUNDS[x.dtype]:
-        return None
+        return "agrees"
     found = f"a relative distance of {error:.1e} to gathered products"
     warnings.warn(
         f"The fused kernel '{kernel}' computes something else on this machine ({found}); gathered "

@@ -228,7 +228,7 @@ def _ntk_alpha(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:
     alpha = plan.number("alpha", 0.0)
     if not alpha:
         return _dynamic(plan, dims, head_dim) if "factor" in plan.params else _default(plan, dims, head_dim)
-    return _fixed(_wavelengths(plan.theta * alpha ** (dims / (dims - 2)), dims))
+    return _fixed(_wavelengths(plan.theta * alpha ** _stretch(dims), dims))
 
 
 _TYPES: dict[str, Callable[[RopePlan, int, int], Frequencies]] = {

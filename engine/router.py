@@ -130,7 +130,7 @@ class Router:
         """
         spec = self.spec
         if x.size == self.dims and not moe.training:
-            run = self._one_launch(moe)
+            run = self._one_launch()
             if not isinstance(run, Decline):
                 # The launch widens logits itself, which saves an operation.
                 logits = self.logits(moe, x, widen=False)
@@ -150,14 +150,12 @@ class Router:
             weights = weights * find(moe, spec.expert_scale)[indices].astype(mx.float32)
         return indices, weights
 
-    def _one_launch(self, moe: nn.Module) -> RoutedRun | Decline:
+    def _one_launch(self) -> RoutedRun | Decline:
         """The fused router of the device in use, decided once for each."""
-        device = current_device()
-        run = self._runs.get(device)
+        device, runs = current_device(), self._runs
+        run = runs.get(device)
         if run is None:
-            bias = find(moe, self.bias_path) if self.bias_path else None
-            run = prepare(self.spec, self.experts, self.top_k, device, self.fused, bias)
-            self._runs[device] = run
+            run = runs[device] = prepare(self.spec, self.experts, self.top_k, device, self.fused)
         return run
 
     def pick(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from mlx_experts.engine import policy, tune
 from mlx_experts.engine.kernels import router as kernel
 from mlx_experts.engine.kernels.facts import Decline, Device
@@ -67,17 +65,18 @@ def _groups(spec: GroupsSpec | None) -> tuple[int, int]:
 
 
 def prepare(
-    spec: RouterSpec, experts: int, top_k: int, device: Device, fused: bool | None, bias: mx.array | None
+    spec: RouterSpec, experts: int, top_k: int, device: Device, fused: bool | None
 ) -> RoutedRun | Decline:
     """What routes one token in one launch on this device, or why it is left to plain MLX.
 
     Args:
+        experts: E, identity experts included.
+        top_k: K.
         fused: the argument of ``load``; None leaves the choice to the environment.
-        bias: the selection bias, or None.
     """
     if not policy.resolve(device, fused, tuned=tune.bound(device)).enabled:
         return Decline("switch", "on", "off", "Fused kernels are switched off.")
     steps = steps_of(spec, experts, top_k)
     if isinstance(steps, Decline):
         return steps
-    return kernel.prepare(steps, device, bias.dtype if bias is not None else mx.float32)
+    return kernel.prepare(steps, device)

@@ -82,14 +82,14 @@ def build_tiny(family: Family, config: Mapping[str, Any], seed: int = 0) -> Desc
     args = ModelArgs(resolve(family, config), dict(config), None, str(config.get("model_type", "")))
     mx.random.seed(seed)
     model = build(args)
-    filled = [(name, _random(name, value)) for name, value in tree_flatten(model.parameters())]
+    filled = [(name, _random(value)) for name, value in tree_flatten(model.parameters())]
     model.update(tree_unflatten(filled))
     model.eval()
     mx.eval(model.parameters())
     return model
 
 
-def _random(name: str, value: mx.array) -> mx.array:
+def _random(value: mx.array) -> mx.array:
     noise = mx.random.normal(value.shape)
     if value.ndim == 1:
         # Norm weights, biases, decay rates: near what their module starts with, but never equal.

@@ -7,7 +7,7 @@ Nothing here imports mlx, the registry or the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -79,6 +79,9 @@ def offer_kernels() -> Offers:  # type: ignore[empty-body]
 
     A kernel has ``gate(facts, policy)``, which returns an Accept or a Decline, and
     ``prepare(experts, dtype)``, which returns what runs one call (``engine.kernels.FusedRun``) or a Decline.
+    The gate is asked about every kind of call, also of several rows and in training, and what it accepts is
+    compared with gathered products once before it is used. What it declines stands in the note of the trace.
+    A shared expert is added apart.
     """
 
 
@@ -108,6 +111,3 @@ def offer_caches() -> Offers:  # type: ignore[empty-body]
     its place, which has a ``state``, a class method ``from_state(state)``, ``nbytes`` for all that it holds,
     and a class that mlx-lm's ``load_prompt_cache`` finds by its name in ``mlx_lm.models.cache``.
     """
-
-
-Builder = Callable[..., Any]

@@ -12,8 +12,10 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -37,13 +39,28 @@ KINDS = {
 
 
 _BUILTIN = "mlx_experts.plugins.builtin"
+T = TypeVar("T")
+# Held while plugins are loaded: pieces that two threads register at once are refused as registered twice.
+_LOADING = threading.RLock()
 
 
 class PluginProblem(Exception):
-    """A plugin cannot be used. The registry shows it as its own ``PluginError``."""
+    """A plugin cannot be used."""
 
 
-@functools.cache
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    """``make``, called by the first thread that asks and waited for by the others."""
+    made = functools.cache(make)
+
+    @functools.wraps(make)
+    def get() -> T:
+        with _LOADING:
+            return made()
+
+    return get
+
+
+@_once
 def manager() -> pluggy.PluginManager:
     """The plugin manager with the external plugins loaded, and none of the built-in pieces.
 
@@ -161,7 +178,7 @@ def offered(kind: str) -> set[str]:
     return {name for offers in others for name in offers} | {name for k, name in own if k == kind}
 
 
-@functools.cache
+@_once
 def pieces() -> Pieces:
     """The pieces of all plugins, built-in ones included; imports the engine."""
     plugins = manager()

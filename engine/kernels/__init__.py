@@ -18,9 +18,9 @@ from mlx_experts.engine.kernels.pack import PackedExperts
 class FusedRun(Protocol):
     """One token through its experts: ``sum_k weights[k] * down_k(act(gate_k x, up_k x))``.
 
-    Takes ``x`` ``[..., H]`` with one row, ``indices`` ``[..., K]`` (any integer dtype, any order) and
-    ``weights`` ``[..., K]`` (float32). Returns ``y`` in the shape and dtype of ``x``, rounded once, or a
-    Decline for what only the call itself can tell.
+    Takes ``x`` ``[..., H]`` with one row (a plugin's kernel: as many as its gate accepts), ``indices``
+    ``[..., K]`` (any integer dtype, any order) and ``weights`` ``[..., K]`` (float32). Returns ``y`` in the
+    shape and dtype of ``x``, rounded once, or a Decline for what only the call itself can tell.
     """
 
     def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array | Decline: ...

@@ -59,7 +59,7 @@ def compiled() -> ModuleType:
 
 @lru_cache(maxsize=64)
 def _rows_function(projection: Projection) -> Any:
-    """The compiled product of rows; kept for ever because kernels hold its address."""
+    """The compiled product of rows; a plan, which calls it by its address, holds it too."""
     from mlx_experts.engine.kernels.cpu_rows import rows_product
 
     return rows_product(projection)
@@ -240,7 +240,7 @@ def _arrays(experts: PackedExperts) -> list[mx.array]:
 
 @lru_cache(maxsize=64)
 def _activation_function(name: str) -> Any:
-    """The compiled scalar form of an activation; kept because kernels hold its address."""
+    """The compiled scalar form of an activation; a layout, which calls it by its address, holds it too."""
     from numba import cfunc, types
 
     form = lookup(name).scalar

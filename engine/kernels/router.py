@@ -107,14 +107,12 @@ def launch(backend: Backend, steps: RouterSteps) -> Launch:
     )
 
 
-def prepare(
-    steps: RouterSteps, device: Device, bias_dtype: mx.Dtype = mx.float32, **options: Any
-) -> RoutedRun | Decline:
+def prepare(steps: RouterSteps, device: Device, **options: Any) -> RoutedRun | Decline:
     """The router of one layer as ``run(logits, bias) -> (indices, weights)`` for one token.
 
-    ``logits`` is ``[..., E]`` with one row in any float type, which the kernel widens, ``bias`` is ``[E]`` or
-    None. The results are ``[..., K]``: uint32 in falling order of the biased score (ties: the lower index
-    first), and float32.
+    ``logits`` is ``[..., E]`` with one row and ``bias`` ``[E]`` or None, each in any float type, which the
+    kernel widens; a kernel is made for each combination of types. The results are ``[..., K]``: uint32 in
+    falling order of the biased score (ties: the lower index first), and float32.
     """
     objection = judge(steps)
     if objection is not None:
@@ -122,16 +120,17 @@ def prepare(
     if device == "cpu":
         return cpu_router.prepare(steps)
     backend, made = BACKENDS[device], launch(BACKENDS[device], steps)
-    kernels: dict[tuple[tuple[int, ...], mx.Dtype], Callable] = {}
+    kernels: dict[tuple[object, ...], Callable] = {}
 
     def run(logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        key = (logits.shape, logits.dtype)
+        inputs = [logits] if bias is None else [logits, bias]
+        dtypes = [array.dtype for array in inputs]
+        key = (logits.shape, *dtypes)
         kernel = kernels.get(key)
         if kernel is None:
             shape = (*logits.shape[:-1], max(steps.top_k, _FEWEST))
-            dtypes = [logits.dtype, *([bias_dtype] if steps.bias else []), mx.uint32, mx.float32]
+            dtypes += [mx.uint32, mx.float32]
             kernel = kernels[key] = made.make(backend, dtypes, [shape, shape], **options)
-        inputs = [logits, bias] if bias is not None else [logits]
         chosen, share = kernel(inputs)
         if steps.top_k < _FEWEST:
             return chosen[..., : steps.top_k], share[..., : steps.top_k]

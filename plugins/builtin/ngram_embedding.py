@@ -5,7 +5,7 @@ Legend: B batch, L tokens, D model width, n longest n-gram, k tables for each n-
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,9 @@ class NgramOptions(Spec):
     longest: Width = Field(description="Tokens of the longest n-gram, this token included.")
     tables: Width = Field(description="Tables for each n-gram length.")
     ratio: Positive = Field(description="Rows of a table, as a multiple of the vocabulary.")
-    boundary: Count | list[Count] = Field(description="Tokens that no n-gram reaches across (end of a text).")
+    boundary: Count | Annotated[list[Count], Field(min_length=1)] = Field(
+        description="Tokens that no n-gram reaches across (end of a text)."
+    )
 
 
 class NgramEmbedding(nn.Module):

@@ -25,24 +25,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path) -> tuple[int, str]:
     registry = Path(sys.executable).parent / "registry"
     command = command.replace("registry", str(registry), 1) if command.startswith("registry") else command
     done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_every_command_on_the_page_does_what_the_page_shows(folder: Path) -> None:
+    tried = []
     for kind, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
         if kind == "yaml":
             (folder / "my_families" / "birch_moe.yaml").write_text(text)
             continue
         for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
             command, *expected = part.strip().splitlines()
-            output = squeezed(run(command, folder))
+            code, printed = run(command, folder)
+            # The page shows the error that it begins with, and no other.
+            assert code == (1 if expected and expected[0].startswith("error:") else 0), (
+                f"{command}\n{printed}"
+            )
             for line in expected:
-                assert squeezed(line) in output, f"{command}\n{output}"
+                assert squeezed(line) in squeezed(printed), f"{command}\n{printed}"
+            tried.append(command.split()[1] if command.startswith("registry") else command.split()[0])
+    walk = ["inspect", "mkdir", "draft", "cat", "diff", "check", "check", "inspect", "parity", "generate"]
+    assert tried == walk
 
 
 def test_the_new_family_matches_the_original(folder: Path) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -145,3 +146,16 @@ def test_a_taken_name_is_refused_and_a_new_one_is_found(monkeypatch):
     assert mx.array_equal(
         activations.apply(activations.make("identity"), None, mx.array([2.0])), mx.array([2.0])
     )
+
+
+def test_a_plugins_activation_that_two_threads_look_up_at_once_is_found_by_both(monkeypatch):
+    monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
+    product = activations.ExpertActivation("product", True, lambda g, u, a, b: g * u)
+
+    def get(kind, name):
+        activations._TABLE[name] = product  # what the other thread does
+        return product
+
+    offers = SimpleNamespace(names=lambda kind: {"product": "a plugin"}, get=get)
+    monkeypatch.setattr(activations, "pieces", lambda: offers)
+    assert activations.lookup("product") is product

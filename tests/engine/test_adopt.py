@@ -12,6 +12,7 @@ from mlx_lm.models import llama, mixtral, qwen2_moe, qwen3_moe
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_experts import adopt, trace
+from mlx_experts.engine.adopt import Unfit, share
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.selfcheck import build_tiny
@@ -120,6 +121,14 @@ def test_a_block_of_another_shape_stays_and_the_reason_names_what_differs() -> N
     assert not report.replaced
     assert all("'gate' is not of the shape [8, 64]" in reason for reason in report.kept.values())
     assert "model.layers.1.block_sparse_moe: 'gate' is not" in str(report)
+
+
+@pytest.mark.parametrize("other", [mx.zeros((8,)), nn.Linear(2, 4)], ids=["shape", "layer"])
+def test_an_array_is_only_taken_from_an_array_of_its_shape(other: object) -> None:
+    theirs, ours = nn.Module(), nn.Module()
+    theirs.bias, ours.bias = other, mx.zeros((4,))
+    with pytest.raises(Unfit, match=r"'bias' is not of the shape \[4\]"):
+        share(theirs, ours)
 
 
 def test_experts_in_a_layer_that_the_config_calls_dense_are_mentioned() -> None:

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import sys
 import threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from mlx_experts.engine import activations, tune
+from mlx_experts.engine import dispatch as dispatching
 from mlx_experts.engine.dispatch import Beside, ExpertDispatch
 from mlx_experts.engine.kernels import cpu, gather, naive, pack
 from mlx_experts.engine.measure import relative_rms
@@ -93,6 +95,45 @@ def test_the_hot_path_reads_no_environment(container, token, fresh_trace, monkey
     monkeypatch.setenv(WIDTH_BOUND, "wide")
     dispatch(c, *token())
     assert fresh_trace.total("fused") == 2
+
+
+def test_a_kernel_is_prepared_once_for_each_kind_of_call(container, token, monkeypatch):
+    """Dtype, picks a token and device: a kernel compiled for one kind must not serve another."""
+    prepared = []
+
+    def kernel(device):
+        def prepare(experts, dtype):
+            prepared.append((device, dtype))
+            return cpu.prepare(experts, dtype)
+
+        return SimpleNamespace(unavailable=lambda: None, prepare=prepare)
+
+    monkeypatch.setattr(dispatching, "fused_kernel", kernel)
+    c, dispatch = container(), ExpertDispatch("layers.0", SWIGLU)
+    for _ in range(2):
+        dispatch(c, *token())
+        dispatch(c, *token(dtype=mx.bfloat16))
+        dispatch(c, *token(top_k=3))
+    monkeypatch.setattr(dispatching, "current_device", lambda: "cuda")
+    dispatch(c, *token())
+    kinds = [("cpu", mx.float32), ("cpu", mx.bfloat16), ("cpu", mx.float32), ("cuda", mx.float32)]
+    assert prepared == kinds
+
+
+def test_a_decision_made_while_another_thread_replaces_weights_is_not_kept(container, token, monkeypatch):
+    c, dispatch, call, prepare = container(), ExpertDispatch("layers.0", SWIGLU), token(), cpu.prepare
+
+    def interrupted(experts, dtype):
+        monkeypatch.setattr(cpu, "prepare", prepare)
+        run = prepare(experts, dtype)
+        c.up_proj.weight = c.up_proj.weight * 2
+        dispatch(c, *call)
+        return run
+
+    monkeypatch.setattr(cpu, "prepare", interrupted)
+    dispatch(c, *call)
+    truth = naive.experts_in_float32(pack.read(c, SWIGLU), *call)
+    assert relative_rms(dispatch(c, *call), truth) < 1e-5
 
 
 def test_a_tuned_bound_is_used(container, token, fresh_trace):
@@ -219,7 +260,7 @@ def test_copies_are_independent_and_know_nothing_yet(container, token):
     y = dispatch(c, *token())
     for other in (copy.deepcopy(dispatch), copy.copy(dispatch), pickle.loads(pickle.dumps(dispatch))):
         assert (other.layer, other.activation, other.fused) == ("layers.0", SWIGLU, True)
-        assert other._decisions == {}
+        assert other._decided is None
         assert mx.array_equal(other(copy.deepcopy(c), *token()), y)
 
 
@@ -327,14 +368,22 @@ def test_a_shared_expert_is_added_by_the_kernel_or_apart_with_one_result(
     assert gathered.path == "gather"
 
 
-def test_a_shared_expert_that_is_replaced_is_noticed(container, token, fresh_trace, beside):
+@pytest.mark.parametrize("change", ["projection", "weight", "gate's weight"])
+def test_a_shared_expert_that_is_replaced_is_noticed(container, token, beside, change):
     c, call, (shared, gate, make) = container(), token(), beside
     dispatch, routed = ExpertDispatch("layers.0", SWIGLU), naive.experts_in_float32
-    dispatch(c, *call, make())
-    shared.up_proj = nn.Linear(128, 64, bias=False)
-    gate.weight = gate.weight * 3
+    before = dispatch(c, *call, make())
+    match change:
+        case "projection":
+            shared.up_proj = nn.Linear(128, 64, bias=False)
+        case "weight":
+            shared.down_proj.weight = shared.down_proj.weight * 3
+        case "gate's weight":
+            gate.weight = gate.weight * 3 + 0.1
     wanted = make().add(routed(pack.read(c, SWIGLU), *call))
-    assert relative_rms(dispatch(c, *call, make()), wanted) < 1e-5
+    made = dispatch(c, *call, make())
+    assert relative_rms(made, wanted) < 1e-5
+    assert relative_rms(made, before) > 1e-3
 
 
 def test_a_shared_expert_under_an_adapter_is_added_apart_and_the_trace_says_why(

@@ -9,6 +9,7 @@ from mlx_experts.engine.kernels.facts import Accept, Activation, Decline, Expert
 from mlx_experts.engine.policy import WIDTH_BOUND, Policy
 
 H, F = 128, 256
+PARTS = ("gate", "up", "down")
 
 
 def projection(rows, cols, **changes):
@@ -128,16 +129,24 @@ def test_the_width_bound_includes_its_own_value(bound, accepted):
         assert WIDTH_BOUND in verdict.hint
 
 
-def test_an_activation_without_the_form_a_kernel_needs_is_declined(monkeypatch):
+FORMS = {"scalar": {"cpu"}, "c": {"cuda", "metal"}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_activation_without_the_form_a_kernel_needs_is_declined(monkeypatch, form):
     monkeypatch.setattr(activations, "_TABLE", dict(activations._TABLE))
+    forms = {"scalar": lambda g, u, a, b: g * u, "c": "g*u"}
     activations.register(
-        activations.ExpertActivation("cubic", True, lambda g, u, a, b: g * g * g * u, c="g*g*g*u")
+        activations.ExpertActivation("product", True, lambda g, u, a, b: g * u, **{form: forms[form]})
     )
-    facts = replace(GOOD, activation=activations.make("cubic"))
-    verdict = gates.judge(facts, Policy())
-    assert isinstance(verdict, Decline)
-    assert verdict.wanted == "a scalar form"
-    assert gates.judge(replace(facts, device="cuda"), Policy()) == Accept("cuda")
+    for device, limits in gates.LIMITS.items():
+        facts = replace(GOOD, activation=activations.make("product"), device=device)
+        verdict = gates.judge(facts, Policy())
+        if device in FORMS[form]:
+            assert verdict == Accept(device)
+        else:
+            assert isinstance(verdict, Decline)
+            assert (verdict.rule, verdict.wanted) == ("activation", f"a {limits.form} form")
 
 
 @pytest.mark.parametrize("device", ["cuda", "metal"])
@@ -210,9 +219,28 @@ def test_a_shared_expert_is_declined(facts, rule, device):
     assert verdict.hint
 
 
-def test_a_shared_expert_of_other_storage_is_taken_by_the_cpu_alone():
-    assert gates.judge_shared(GOOD, shared(**SIX), Policy()) == Accept("cpu")
-    verdict = gates.judge_shared(replace(GOOD, device="cuda"), expert_facts("cuda", shared(**SIX)), Policy())
+BIASED = {
+    "gate": projection(2 * F, H, bias=True),
+    "up": projection(2 * F, H, bias=True),
+    "down": projection(H, 2 * F, bias=True),
+}
+
+
+@pytest.mark.parametrize("changes", [SIX, BIASED], ids=["bits", "biases"])
+def test_a_shared_expert_of_other_storage_is_taken_by_the_cpu_alone(changes):
+    assert gates.judge_shared(GOOD, shared(**changes), Policy()) == Accept("cpu")
+    verdict = gates.judge_shared(
+        replace(GOOD, device="cuda"), expert_facts("cuda", shared(**changes)), Policy()
+    )
+    assert isinstance(verdict, Decline)
+    assert "storage" in verdict.wanted
+
+
+def test_a_shared_expert_without_the_global_scales_of_the_routed_ones_is_of_other_storage():
+    nvfp4 = {"format": "nvfp4", "group_size": 16, "dtype": "uint8"}
+    routed = replace(stacks(**nvfp4, global_scale=True), device="cuda")
+    beside = replace(routed, **{part: replace(getattr(routed, part), global_scale=False) for part in PARTS})
+    verdict = gates.judge_shared(routed, SharedFacts(beside, None), Policy())
     assert isinstance(verdict, Decline)
     assert "storage" in verdict.wanted
 

@@ -29,15 +29,21 @@ def test_gradients_reach_the_experts_and_are_finite(name: str, rows: int) -> Non
     found = dict(tree_flatten(gradients))
     mx.eval(found)
     assert all(mx.isfinite(value).all().item() for value in found.values())
-    blocks = [path for path, module in model.named_modules() if isinstance(module, MoE)]
-    for block in blocks:
-        reached = {k for k, v in found.items() if k.startswith(f"{block}.") and mx.abs(v).max().item() > 0}
-        assert any(model_leaf.endswith(".weight") for model_leaf in reached)
+    blocks = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    assert blocks
+    for path, block in blocks.items():
+        experts = {k: v for k, v in found.items() if k.startswith(f"{path}.{block.experts_path}.")}
+        weights = [v for k, v in experts.items() if k.endswith(".weight")]
+        assert len(weights) in (2, 3)
+        assert all(mx.abs(v).max().item() > 0 for v in weights)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "phimoe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
 def test_a_gradient_is_the_slope_of_the_loss(name: str) -> None:
-    """Along one random direction of the first router, where the picks stay the same."""
+    """Along one random direction of the first router, where the picks stay the same.
+
+    (phimoe's weights hardly ever move: what is not picked is masked before the softmax.)
+    """
     family = catalog().load(name)
     model = build_tiny(family, tiny_config(family))
     ids = mx.array([[3, 1, 4, 1, 5]])
@@ -53,4 +59,5 @@ def test_a_gradient_is_the_slope_of_the_loss(name: str) -> None:
         model.load_weights([(leaf, start + step * direction)], strict=False)
         ends.append(loss(model, ids).item())
     assert block.top_k > 1
-    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(slope, rel=0.05, abs=0.02)
+    assert abs(slope) > 0.01
+    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(slope, rel=0.05)

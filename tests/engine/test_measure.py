@@ -70,8 +70,8 @@ def test_a_shape_that_no_kernel_takes_is_an_error_that_names_the_rule():
 
 def test_storage_options_are_checked():
     assert measure.storage_of("nvfp4", 4, 64) == measure.Storage("nvfp4", 4, 16)
-    for bits, group in ((7, 64), (4, 16)):
-        with pytest.raises(SettingError):
+    for bits, group, named in ((7, 64, "bits"), (4, 16, "group size")):
+        with pytest.raises(SettingError, match=f"no affine format with this {named}"):
             measure.storage_of("affine", bits, group)
 
 

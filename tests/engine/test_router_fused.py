@@ -46,6 +46,11 @@ def test_a_clamped_sum_is_said_as_a_clamp() -> None:
     assert (made.normalise, made.eps) == ("clamp", 1e-12)
 
 
+def test_a_bias_that_a_config_switches_off_is_none() -> None:
+    assert steps(selection_bias={"path": "bias"}).bias
+    assert not steps(selection_bias={"path": "bias", "enabled": False}).bias
+
+
 def test_groups_that_keep_everything_are_no_groups() -> None:
     assert steps(groups={"count": 4, "keep": 4, "score": "top2"}).groups == 1
     made = steps(groups={"count": 4, "keep": 2, "score": "max"})
@@ -75,31 +80,59 @@ def test_steps_that_the_kernel_lacks_are_declined(rule: str, changes: dict[str, 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_switch_leaves_routing_to_plain_mlx(device: Device) -> None:
-    off = prepare(RouterSpec.model_validate(BASE), 8, 2, device, False, None)
+    off = prepare(RouterSpec.model_validate(BASE), 8, 2, device, False)
     assert isinstance(off, Decline)
     assert off.rule == "switch"
 
 
-@pytest.mark.parametrize("name", catalog().names())
+# Families whose routers have a step that the launch lacks, by the rule that declines them.
+PLAIN = {
+    "cohere2_moe": "order",
+    "gemma4": "expert_scale",
+    "gemma4_text": "expert_scale",
+    "kolibri1": "order",
+    "lfm2_moe": "score_dtype",
+    "phimoe": "select",
+}
+
+
+def routed_here(name: str) -> bool:
+    """Whether a family's blocks are this package's."""
+    backbone = catalog().load(name).backbone
+    return backbone is None or backbone.kept is None
+
+
+@pytest.mark.parametrize("name", [name for name in catalog().names() if routed_here(name)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
     if current_device() != device:
         pytest.skip(f"the default device is not {device}")
     family = catalog().load(name)
-    if family.backbone is not None and family.backbone.metal_only:
-        pytest.skip("the family runs on Apple GPUs only")
     model = build_tiny(family, tiny_config(family))
     mx.random.seed(3)
-    for module in model.modules():
-        if not isinstance(module, MoE):
-            continue
+    blocks = [module for module in model.modules() if isinstance(module, MoE)]
+    assert blocks
+    for module in blocks:
         x = mx.random.normal((1, 1, module.input_width))
         module.use_fused(True)
         fused = module.route(x)
+        made = module._router._runs[device]
+        assert (made.rule if isinstance(made, Decline) else None) == PLAIN.get(name)
         module.use_fused(False)
         plain = module.route(x)
+        assert module._router._runs[device].rule == "switch"
         sort = [np.argsort(np.array(indices).ravel()) for indices, _ in (fused, plain)]
         chosen = [np.array(i).ravel()[o] for (i, _), o in zip((fused, plain), sort, strict=True)]
         shares = [np.array(w).ravel()[o] for (_, w), o in zip((fused, plain), sort, strict=True)]
         np.testing.assert_array_equal(chosen[0], chosen[1])
         np.testing.assert_allclose(shares[0], shares[1], rtol=1e-5)
+
+
+def test_training_routes_by_plain_mlx_which_has_a_gradient() -> None:
+    family = catalog().load("qwen3_moe")
+    model = build_tiny(family, tiny_config(family))
+    block = next(module for module in model.modules() if isinstance(module, MoE))
+    model.train()
+    block.use_fused(True)
+    block.route(mx.ones((1, 1, block.input_width)))
+    assert block._router._runs == {}

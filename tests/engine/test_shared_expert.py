@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_experts.engine.modules import find
 from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.selfcheck import build_tiny
 from mlx_experts.registry.catalog import Catalog
@@ -13,6 +15,8 @@ from mlx_experts.registry.resolve import LayerPlan, resolve
 from mlx_experts.registry.synthetic import tiny_config
 
 CATALOG = Catalog()
+# The options of a config that choose how the two sums are joined.
+JOINED = {"cohere2_moe": {"shared_expert_combination_strategy": "average"}}
 
 
 def added_at_once(layer: LayerPlan) -> bool:
@@ -60,3 +64,33 @@ def test_the_kernel_adds_the_shared_expert(name, fresh_trace):
     mx.eval(model(ids[:, :3], cache=cache))
     apart = model(ids[:, 3:], cache=cache)
     assert mx.abs(made - apart).max().item() < 1e-4 * mx.abs(apart).max().item()
+
+
+def _row(model, x):
+    """The first block with a shared expert of its own: what it makes of a row, and the two sums."""
+    block = next(m for m in model.modules() if isinstance(m, MoE) and m._shared is not None)
+    shared = find(block, block._shared.path)(x)
+    return block, block(x), block.routed(x), shared
+
+
+@pytest.mark.parametrize("name", ["Klear", "qwen2_moe", "cohere2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_two_sums_are_joined_as_the_family_says(name, rows):
+    """Klear: modeling_klear.py mixes by a softmax of two logits, the routed sum's first."""
+    family = CATALOG.load(name)
+    model = build_tiny(family, {**tiny_config(family), **JOINED.get(name, {})})
+    x = mx.random.normal((1, rows, 64), key=mx.random.key(2))
+    block, made, routed, shared = _row(model, x)
+    match block._shared.combine:
+        case "softmax_mix":
+            logits = np.array(find(block, "coefficient")(x), np.float64)
+            mix = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+            wanted = np.array(routed) * mix[..., :1] + np.array(shared) * mix[..., 1:]
+        case "sigmoid_gate":
+            gate = np.array(find(block, "shared_expert_gate")(x), np.float64)
+            wanted = np.array(routed) + np.array(shared) / (1 + np.exp(-gate))
+        case "mean":
+            wanted = (np.array(routed) + np.array(shared)) / 2
+        case "sum":
+            wanted = np.array(routed) + np.array(shared)
+    np.testing.assert_allclose(np.array(made), wanted, atol=1e-6)

@@ -1,6 +1,7 @@
 """The trace counts exactly, merges for people, and survives threads."""
 
 import json
+import sys
 import threading
 
 import pytest
@@ -48,17 +49,29 @@ def test_reset_forgets_counts_and_notes():
     assert trace.snapshot()[0].note == "other"
 
 
+def test_the_note_of_the_first_call_stays():
+    trace = Trace()
+    for rows in (5, 6):
+        trace.add(TraceKey("a", "gather", "5-8", "rows"), f"rows: wanted 1, got {rows}")
+    assert trace.snapshot()[0].note == "rows: wanted 1, got 5"
+
+
 def test_no_call_is_lost_between_threads():
     trace = Trace()
     key = TraceKey("a", "fused", "1", "cpu")
 
     def many():
-        for _ in range(2000):
+        for _ in range(20_000):
             trace.add(key)
 
-    threads = [threading.Thread(target=many) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert trace.total() == 8000
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet inside `add`
+    try:
+        threads = [threading.Thread(target=many) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert trace.total() == 80_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,27 @@ def test_two_overrides_of_one_name_are_an_error() -> None:
             two=plugin("offer_mixers", {"thing": Override(2)}),
             three=plugin("offer_mixers", {"thing": Override(3)}),
         )
+
+
+RACE = """
+import sys, threading
+import mlx_experts.engine.model
+from mlx_experts.plugins.manager import pieces
+sys.setswitchinterval(1e-6)
+start, found = threading.Barrier(4), []
+def ask():
+    start.wait()
+    found.append(pieces())
+threads = [threading.Thread(target=ask) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(found) == 4 and len({id(each) for each in found}) == 1
+"""
+
+
+def test_threads_that_ask_first_at_once_get_the_same_pieces() -> None:
+    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_unknown_piece_names_the_nearest() -> None:

@@ -238,7 +238,7 @@ def test_disabled_dispatch_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_wider_tolerance_would_not_see_a_small_error() -> None:
-    """A hundredth of a percent of noise on the weights is an error; the tolerance sees it."""
+    """A tenth of a percent of noise on the weights is an error; the tolerance sees it."""
     model, _ = load_model(CASE / "hub")
     mx.random.seed(0)
     noisy = [

@@ -75,6 +75,14 @@ def test_queries_are_normed_and_turned_as_declared(name: str, lab: Any) -> None:
         assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
 
+def test_a_width_for_the_scale_that_the_config_states_takes_the_place_of_the_heads(lab: Any) -> None:
+    plain, stated = (
+        attentions(lab.tiny("step3p5", each)[0])[0] for each in ({}, {"query_pre_attn_scalar": 144.0})
+    )
+    assert plain.scale == pytest.approx(plain.head_dim**-0.5)
+    assert stated.scale == pytest.approx(1 / 12)
+
+
 @pytest.mark.report("QKN-01")
 def test_norms_over_the_whole_projection_have_the_width_of_all_heads(lab: Any) -> None:
     attention = attentions(lab.tiny("olmoe", {"num_attention_heads": 4, "num_key_value_heads": 2})[0])[0]

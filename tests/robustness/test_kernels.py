@@ -199,18 +199,34 @@ def test_halves_of_a_fused_stack_give_what_copies_give(rows: int) -> None:
     assert distance(ExpertDispatch("views", SWIGLU)(container, *token), want) < 1e-5
 
 
+_PRODUCT = re.compile(r"(?<!\w)(e|expert|row|at|(?:int64_t\()?indices\[[^\]]*\]+\)?) \*")
+
+
+def narrow(source: str) -> list[str]:
+    """What multiplies an expert or a row in fewer than 64 bits, or keeps such a product in fewer."""
+    found = []
+    for statement in re.split(r"[;{}]", source):
+        for factor in _PRODUCT.findall(statement):
+            types = re.findall(rf"(\w+) {factor} =", source) if factor.isidentifier() else [factor[:7]]
+            kept = re.search(r"\b(?:int|me_uint|uint32_t) \w+ =", statement)
+            if set(types) != {"int64_t"} or kept:
+                found.append(statement.strip())
+    return found
+
+
 @pytest.mark.report("KRN-21")
 @pytest.mark.parametrize("name", ["rows_up.h", "rows_down.h", "mma_up.cu", "mma_down.cu"])
 def test_kernels_count_rows_of_stacks_in_64_bits(name: str) -> None:
     """A stack of 512 experts of [2048, 4096] has more than 2^31 weights."""
-    narrow = []
-    for statement in re.split(r"[;{}]", text(name)):
-        product = re.search(r"(\b(?:e|expert|row|at)\b|indices\[[^\]]*\]+\)?) \*", statement)
-        declared = re.search(r"\b(?:int|me_uint|uint32_t) \w+ =", statement)
-        if product and declared:
-            narrow.append(statement.strip())
-    assert "int64_t" in text(name)
-    assert narrow == []
+    assert _PRODUCT.search(text(name))
+    assert narrow(text(name)) == []
+    assert narrow(text(name).replace("int64_t", "me_uint")) != []
+
+
+def test_a_narrow_factor_is_seen_beside_a_wide_product() -> None:
+    assert narrow("const me_uint e = indices[k]; const int64_t at = e * ME_H;") != []
+    assert narrow("const int64_t e = indices[k]; const me_uint at = e * ME_H;") != []
+    assert narrow("const int64_t e = indices[k]; const int64_t at = e * ME_H;") == []
 
 
 @pytest.mark.report("KRN-24")

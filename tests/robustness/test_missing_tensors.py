@@ -247,5 +247,5 @@ def test_experts_on_disk_of_a_config_that_switches_them_off_are_refused(
 @pytest.mark.report("DRP-10")
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_vl_moe", "llama4"])
 def test_a_family_of_experts_takes_no_config_without_them(name: str, lab: Any) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="a layer with experts has none"):
         lab.tiny(name, {"text_config": {"num_experts": 0, "num_local_experts": 0}})

@@ -1,8 +1,10 @@
 """The CPU kernel against the truth: formats, activations, dtypes, top-k and odd sizes."""
 
 import sys
+import threading
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -133,6 +135,28 @@ def test_both_compilations_give_the_same_bits(container, token, stored, monkeypa
     once = run(*call)
     monkeypatch.setattr(cpu, "PARALLEL_FROM", 0 if threads == "parallel" else 1 << 62)
     assert all(mx.array_equal(run(*call), once) for _ in range(20))
+
+
+def test_one_thread_at_a_time_is_in_the_compiled_code(container, token, monkeypatch):
+    """numba's portable thread pool, which not every machine gets, ends the process on concurrent use."""
+    run = cpu.prepare(pack.read(container(), activations.make("swiglu")), mx.float32)
+    call, inside, met = tuple(token()), [], []
+    mx.eval(call)
+
+    def entered(*arguments):
+        inside.append(0)
+        met.append(len(inside))
+        time.sleep(0.002)
+        inside.pop()
+        return -1
+
+    monkeypatch.setattr(cpu, "compiled", lambda: SimpleNamespace(parallel=entered, serial=entered))
+    threads = [threading.Thread(target=run, args=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", [("affine", 4, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16)], ids=str)

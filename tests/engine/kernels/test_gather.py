@@ -90,6 +90,20 @@ def test_gradients_reach_the_input_the_weights_and_the_experts(container, token,
     assert all(mx.abs(g).max().item() > 0 for g in grads)
 
 
+def test_picks_that_were_made_from_the_input_carry_no_gradient(container, token):
+    c = container()
+    x, _, weights = token(rows=3)
+
+    def picked(x):
+        return mx.argpartition(-x[..., :6], kth=1, axis=-1)[..., :2]
+
+    def loss(x, indices=None):
+        indices = picked(x) if indices is None else indices
+        return gather.experts(c, activations.make("swiglu"), x, indices, weights).square().sum()
+
+    assert mx.array_equal(mx.grad(loss)(x), mx.grad(loss)(x, picked(x)))
+
+
 @pytest.mark.parametrize("rows", [3, 40])
 def test_an_adapter_is_called_and_not_read(container, token, rows):
     activation = activations.make("swiglu")

@@ -11,6 +11,7 @@ import pytest
 from mlx_experts.engine.kernels import router
 from mlx_experts.engine.kernels.facts import Decline
 from mlx_experts.engine.kernels.router import RouterSteps
+from mlx_experts.engine.kernels.source import Launch
 
 CASES = {
     "softmax": RouterSteps(64, 8),
@@ -195,6 +196,23 @@ def test_the_cpu_leaves_a_function_that_is_differentiated_to_plain_mlx():
     mx.grad(loss)(mx.ones(8))
     assert isinstance(seen[0], Decline)
     assert seen[0].rule == "transformation"
+
+
+def test_a_kernel_is_made_for_each_type_of_logits_and_bias(monkeypatch):
+    """MLX keeps compiled kernels by a name that stands for the types: a cast model needs another one."""
+    made = []
+
+    def make(launch, backend, dtypes, shapes, **options):
+        made.append(tuple(dtypes[:-2]))
+        return lambda inputs: [mx.zeros(shape) for shape in shapes]
+
+    monkeypatch.setattr(Launch, "make", make)
+    run = router.prepare(RouterSteps(8, 2, bias=True), "cuda")
+    kinds = [(mx.float32, mx.float32), (mx.bfloat16, mx.float32), (mx.bfloat16, mx.bfloat16)]
+    for logits, bias in [*kinds, *kinds]:
+        chosen, _ = run(mx.zeros((1, 8), logits), mx.zeros((8,), bias))
+        assert chosen.shape == (1, 2)
+    assert made == kinds
 
 
 @pytest.mark.cuda

@@ -111,9 +111,15 @@ def test_with_room_for_every_block_attention_is_dense() -> None:
     assert close(run(roomy, x), dense)
 
 
-@pytest.mark.parametrize("changes", [{"index_n_heads": 3}, {"index_head_dim": 8, "rotary_dim": 16}])
-def test_an_indexer_that_does_not_fit_the_heads_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_n_heads": 3}, "do not divide the query heads"),
+        ({"index_head_dim": 8, "rotary_dim": 16}, "more of a head is rotated"),
+    ],
+)
+def test_an_indexer_that_does_not_fit_the_heads_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         mixer(**changes)
 
 

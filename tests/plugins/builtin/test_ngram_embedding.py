@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.builtin.ngram_embedding import NgramEmbedding
-from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.errors import ConfigError, SpecError
 from mlx_experts.registry.resolve import resolve
 from mlx_experts.registry.synthetic import tiny_config
 
@@ -122,3 +122,14 @@ def test_hashes_past_32_bits_are_exact() -> None:
 def test_a_width_that_the_tables_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="divided among the n-gram tables"):
         embedding(hidden_size=64)
+
+
+def test_a_text_must_have_an_end() -> None:
+    family = catalog().load("longcat_flash_ngram")
+    options = {**family.embedding.options, "boundary": []}
+    changed = family.model_copy(
+        update={"embedding": family.embedding.model_copy(update={"options": options})}
+    )
+    with pytest.raises(SpecError) as caught:
+        NgramEmbedding(resolve(changed, tiny_config(family)))
+    assert caught.value.where == "options.boundary"

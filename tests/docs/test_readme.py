@@ -1,0 +1,88 @@
+"""What README.md shows is what the commands print, and what the pages link to is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_experts.registry.cli import app
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "engine" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REGISTRY = Path(sys.executable).parent / "registry"
+# What differs between machines and runs.
+MACHINE = re.compile(r"of [\d.]+ GB here|in [\d.]+ s$|[\d.]+ tokens/s|memory [\d.]+ GB")
+
+
+def shown(language: str) -> list[str]:
+    """The blocks of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def session(command: str) -> list[str]:
+    """The lines that are shown after a command, without spaces at their ends and what a machine decides."""
+    (block,) = [text for text in shown("console") if text.startswith(f"$ {command}\n")]
+    return comparable(block.partition("\n")[2])
+
+
+def comparable(text: str) -> list[str]:
+    return [MACHINE.sub("…", line.rstrip()) for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize("command", ["registry check qwen3_moe mixtral gpt_oss", "registry inspect api/demo"])
+def test_a_command_prints_what_is_shown(command: str) -> None:
+    arguments = command.split()[1:]
+    done = subprocess.run([REGISTRY, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert comparable(done.stdout) == session(command)
+
+
+def test_the_demo_writes_what_is_shown() -> None:
+    made, *written = session("make demo")
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
+    prompt = re.search(r"^PROMPT \?= (.*)$", recipe, re.M)
+    options = re.search(r"^\t\$\(BIN\)/registry (.*) \$\(ARGS\)$", recipe, re.M)
+    assert prompt is not None
+    assert options is not None
+    assert made == f".venv/bin/registry {options[1]}".replace("$(PROMPT)", prompt[1])
+    arguments = [each.strip('"') for each in re.findall(r'"[^"]*"|\S+', made)][1:]
+    done = subprocess.run([REGISTRY, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert " ".join(comparable(done.stdout)).split() == " ".join(written).split()
+
+
+def test_the_family_that_is_shown_is_the_file() -> None:
+    (text,) = shown("yaml")
+    editors, _, rest = (ROOT / "families" / "mixtral.yaml").read_text(encoding="utf-8").partition("\n")
+    assert editors.startswith("# yaml-language-server")
+    assert text == rest
+
+
+def test_every_verb_is_in_the_table() -> None:
+    table = README.partition("## Commands")[2].partition("\n## ")[0]
+    verbs = {verb for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for verb in re.findall(r"\w+", cell)}
+    names = {command.name for command in app.registered_commands}
+    assert names
+    assert names - verbs == set()
+
+
+def test_every_folder_of_the_layout_is_there() -> None:
+    table = README.partition("## Layout")[2]
+    folders = re.findall(r"^\| `([\w/]+)` \|", table, re.M)
+    assert len(folders) == 8
+    assert [folder for folder in folders if not (ROOT / folder).is_dir()] == []
+
+
+def test_the_map_of_the_engine_has_every_module() -> None:
+    page = (ROOT / "engine" / "README.md").read_text(encoding="utf-8")
+    modules = {path.name for path in (ROOT / "engine").glob("*.py")} - {"__init__.py"}
+    assert modules == set(re.findall(r"`(\w+\.py)`", page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []

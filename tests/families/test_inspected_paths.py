@@ -1,0 +1,59 @@
+"""What `registry inspect` says of the path of every MoE layer, against the trace of a loaded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_experts.engine.inspection import inspect_checkpoint
+from mlx_experts.engine.kernels import cpu
+from mlx_experts.engine.kernels.facts import Decline
+from mlx_experts.engine.loading import load_model
+from mlx_experts.engine.originals import View, all_views
+from mlx_experts.engine.trace import trace
+from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.checkpoint import Checkpoint
+
+CASES = Path(__file__).parent.parent / "cases"
+HUB = [view for view in all_views(CASES) if view.name == "hub"]
+
+
+def _runs_here(view: View) -> bool:
+    backbone = Catalog().for_config(view.config()).backbone
+    return backbone is None or not backbone.needs_metal or mx.metal.is_available()
+
+
+def said(folder: Path, rows: int) -> dict[tuple[str, str], int]:
+    """Layers by path and rule, as inspecting tells them."""
+    paths: list[dict[str, Any]] = inspect_checkpoint(Checkpoint.open(folder)).paths
+    found = [row for row in paths if row["rows"] == rows]
+    return {(row["path"], row["reason"].partition(":")[0]): row["layers"] for row in found}
+
+
+def taken(folder: Path, rows: int) -> dict[tuple[str, str], int]:
+    """The same of calls with this many tokens, as the trace counts them."""
+    model, _ = load_model(folder)
+    trace.reset()
+    mx.eval(model(mx.array([[5]] * rows)))
+    counts: dict[tuple[str, str], int] = {}
+    for row in trace.snapshot():
+        key = (row.path, "" if row.path == "fused" else row.reason)
+        counts[key] = counts.get(key, 0) + row.count
+    trace.reset()
+    return counts
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("view", [view for view in HUB if _runs_here(view)], ids=lambda view: view.id)
+def test_inspect_foresees_the_path_of_every_layer(view: View, rows: int) -> None:
+    with view.folder() as folder:
+        assert said(folder, rows) == taken(folder, rows)
+
+
+def test_a_machine_without_the_kernel_is_told_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: Decline("numba", "numba", "none", "Install it."))
+    folder = CASES / "mixtral" / "base" / "hub"
+    assert said(folder, 1) == taken(folder, 1) == {("gather", "numba"): 2}
