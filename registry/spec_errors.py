@@ -82,8 +82,8 @@ def at(lines: Lines, loc: KeyPath, path: Path) -> str:
     """File and line of a key, or of the nearest key above it."""
     while loc and loc not in lines:
         loc = loc[:-1]
-    file, line = lines.get(loc, (path.name, 1))
-    return f"{path.with_name(file)}:{line}"
+    file, line = lines.get(loc, (str(path), 1))
+    return f"{file}:{line}"
 
 
 def _unknown_key(context: dict[str, Any], key: str, loc: KeyPath, lines: Lines, path: Path) -> SpecError:

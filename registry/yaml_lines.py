@@ -89,7 +89,7 @@ def _walk(node: yaml.Node, at: KeyPath, path: Path, lines: Lines, seen_nodes: se
             hint="write the value out where `*` stands, or share it through `extends:`",
         )
     seen_nodes.add(id(node))
-    lines.setdefault(at, (path.name, node.start_mark.line + 1))
+    lines.setdefault(at, (str(path), node.start_mark.line + 1))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -99,7 +99,7 @@ def _walk(node: yaml.Node, at: KeyPath, path: Path, lines: Lines, seen_nodes: se
             if name in seen:
                 raise SpecError("a key stands twice", where=place, found=name, hint="remove one of the two")
             seen.add(name)
-            lines[(*at, name)] = (path.name, key.start_mark.line + 1)
+            lines[(*at, name)] = (str(path), key.start_mark.line + 1)
             _walk(value, (*at, name), path, lines, seen_nodes)
     elif isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):

@@ -187,3 +187,11 @@ def test_experts_have_as_many_leaves_as_projections(tmp_path: Path, layout: str,
     error = mistake(tmp_path, f"{HEAD}layouts: {{experts: [{layout}]}}\n")
     assert error.expected == expected
     assert error.where.endswith(":6")
+
+
+def test_a_mistake_at_an_inherited_key_is_told_in_the_file_that_holds_it(tmp_path: Path) -> None:
+    # The base's rotation is of another kind of attention, which has no such options.
+    error = mistake(tmp_path, f"{HEAD}attention: {{kind: mla, options: {{}}}}\n")
+    file, _, line = error.where.rpartition(":")
+    assert Path(file).is_file()
+    assert int(line) <= len(Path(file).read_text().splitlines())
