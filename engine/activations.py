@@ -185,7 +185,7 @@ def lookup(name: str) -> ExpertActivation:
     if name not in _TABLE:
         raise ConfigError(
             "Unknown expert activation.",
-            where="activation",
+            where="an `activation` of the family file, or the config key that it reads (such as hidden_act)",
             expected=", ".join(names()),
             found=name,
             hint="Correct the name, or register the activation from a plugin.",

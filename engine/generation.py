@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import BatchResponse, GenerationResponse
 from mlx_lm.generate import batch_generate as _batch
 from mlx_lm.generate import generate as _whole
@@ -28,7 +29,7 @@ def generate(
         options: further options of ``mlx_lm.generate``.
 
     Raises:
-        SettingError: a token id lies outside the vocabulary of a model of this package.
+        SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
     _check(model, [prompt], options)
     text: str = _whole(model, tokenizer, prompt, verbose, **options)
@@ -45,7 +46,7 @@ def stream_generate(
         options: further options of ``mlx_lm.stream_generate``.
 
     Raises:
-        SettingError: a token id lies outside the vocabulary of a model of this package.
+        SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
     _check(model, [prompt], options)
     return _stream(model, tokenizer, prompt, max_tokens, **options)
@@ -61,7 +62,7 @@ def batch_generate(
         arguments, options: further ones of ``mlx_lm.batch_generate``.
 
     Raises:
-        SettingError: a token id lies outside the vocabulary of a model of this package.
+        SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
     _check(model, prompts, options)
     return _batch(model, tokenizer, prompts, *arguments, **options)
@@ -73,7 +74,17 @@ def _check(model: nn.Module, prompts: Iterable[str | Ids], options: dict[str, An
     models = [each for each in (model, options.get("draft_model")) if isinstance(each, Described)]
     known = min((each.plan.sizes.vocab_size for each in models), default=None)
     for i, prompt in enumerate(prompts):
-        if known is None or isinstance(prompt, str) or not len(prompt):
+        if isinstance(prompt, str):
+            continue
+        shape = prompt.shape if isinstance(prompt, mx.array) else np.shape(prompt)
+        if len(shape) != 1 or not shape[0]:
+            raise SettingError(
+                "a prompt is a text or one row of token ids",
+                where=f"prompt {i}",
+                expected="a list of at least one id",
+                found=f"ids of shape {list(shape)}",
+            )
+        if known is None:
             continue
         ends = [prompt.min(), prompt.max()] if isinstance(prompt, mx.array) else [min(prompt), max(prompt)]
         beyond = [end for end in map(int, ends) if not 0 <= end < known]

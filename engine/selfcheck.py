@@ -28,13 +28,16 @@ from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.quantize import Format
 from mlx_experts.engine.trace import trace
 from mlx_experts.plugins.manager import PluginProblem
-from mlx_experts.registry.errors import DeviceError, RegistryError
+from mlx_experts.registry.bounds import matrices
+from mlx_experts.registry.errors import DeviceError, RegistryError, SpecError
 from mlx_experts.registry.layouts import Stacked
 from mlx_experts.registry.resolve import resolve
 from mlx_experts.registry.schema import Family
 from mlx_experts.registry.synthetic import tiny_config
 
 PROMPT, STEPS = 11, 4
+# Values of one matrix of a tiny model: 64 MB of float32, of which a model has several.
+LARGEST = 1 << 24
 # Float32 sums in another order differ by this much; a wrong formula differs by far more.
 AGREE = 2e-4
 # Why experts may be seen on the gather path: several rows made of one token's weighted inputs, or a machine
@@ -149,7 +152,17 @@ class _Steps:
 
 
 def _count_layers(family: Family, config: Mapping[str, Any], report: FamilyReport) -> str:
-    report.moe_layers = len(resolve(family, config).moe_layers)
+    plan = resolve(family, config)
+    for name, values in matrices(plan):
+        if values > LARGEST:
+            raise SpecError(
+                "the tiny model would not be tiny",
+                where=f"{family.family}.yaml, example",
+                expected=f"{name}: at most {LARGEST}",
+                found=str(values),
+                hint="state smaller sizes under `example`",
+            )
+    report.moe_layers = len(plan.moe_layers)
     return f"{report.moe_layers} MoE layers"
 
 

@@ -21,7 +21,7 @@ def check_sizes(plan: Plan, checkpoint: Checkpoint) -> None:
     """
     most = _VALUES_IN_A_BYTE * checkpoint.total_bytes
     bounds = [("decoder layers", len(plan.layers), len(checkpoint.tensors))]
-    bounds += [(name, values, most) for name, values in _matrices(plan)]
+    bounds += [(name, values, most) for name, values in matrices(plan)]
     for name, found, bound in bounds:
         if found > bound:
             raise ConfigError(
@@ -33,7 +33,7 @@ def check_sizes(plan: Plan, checkpoint: Checkpoint) -> None:
             )
 
 
-def _matrices(plan: Plan) -> Iterator[tuple[str, int]]:
+def matrices(plan: Plan) -> Iterator[tuple[str, int]]:
     """Numbers of values that a model of these sizes has at least."""
     width = plan.sizes.hidden_size
     yield "values of the embedding", plan.sizes.vocab_size * width

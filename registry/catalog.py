@@ -50,7 +50,15 @@ class Catalog:
     """
 
     def __init__(self, folders: Iterable[Path] = (), *, bundled: Path | None = None) -> None:
-        self.folders = (bundled or _bundled(), *_from_environment(), *folders)
+        if isinstance(folders, str | Path):
+            raise SettingError(
+                "families are given as a list of folders", expected="[Path(...)]", found=repr(folders)
+            )
+        given = tuple(Path(folder) for folder in folders)
+        for folder in given:
+            if not folder.is_dir():
+                raise SettingError("a folder of families does not exist", found=str(folder))
+        self.folders = (bundled or _bundled(), *_from_environment(), *given)
         self._loaded: dict[str, Family] = {}
 
     @functools.cached_property
@@ -280,6 +288,8 @@ def _read_entry(path: Path) -> Entry:
         data = yaml.safe_load("\n".join(head)) or {}
     except yaml.YAMLError as error:
         raise not_yaml(error, path, text) from error
+    except (RecursionError, ValueError) as error:
+        raise SpecError("the top of the family file holds no names", where=str(path)) from error
     for key in ("family", "model_types", "architectures"):
         if not isinstance(data, dict) or key not in data:
             raise SpecError(

@@ -13,6 +13,8 @@ KeyPath = tuple[str | int, ...]
 Lines = dict[KeyPath, tuple[str, int]]
 # Both build plain data only; libyaml's is several times faster where PyYAML was built with it.
 _LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+# Past every size and scale that a family has; Python itself refuses to read numbers of thousands.
+_DIGITS = 40
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -89,6 +91,17 @@ def _walk(node: yaml.Node, at: KeyPath, path: Path, lines: Lines, seen_nodes: se
             hint="write the value out where `*` stands, or share it through `extends:`",
         )
     seen_nodes.add(id(node))
+    if (
+        isinstance(node, yaml.ScalarNode)
+        and node.tag.endswith((":int", ":float"))
+        and len(node.value) > _DIGITS
+    ):
+        raise SpecError(
+            "a number is too long",
+            where=place,
+            expected=f"at most {_DIGITS} digits",
+            found=node.value[:20] + "...",
+        )
     lines.setdefault(at, (str(path), node.start_mark.line + 1))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 something you gave is wrong, 2 a check did not pass, 3 a b
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
@@ -75,6 +76,10 @@ def _root(
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; messages go to stderr, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal cannot write is shown as a question mark.
+            stream.reconfigure(errors="replace")
     try:
         result = app(args=arguments, prog_name="registry", standalone_mode=False)
         # A reader of our output that has gone is met here, and not while Python shuts down.

@@ -61,8 +61,8 @@ def bench(
     from mlx_experts.engine import measure
 
     storage = measure.storage_of(mode, bits, group_size)
-    bandwidth = measure.read_bandwidth()
     chosen = select(families or [])
+    bandwidth = measure.read_bandwidth()
     results = []
     for shape in _tracked(chosen, json):
         layer = measure.layer_of(shape, storage, dtype, shared)

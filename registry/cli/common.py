@@ -13,7 +13,6 @@ from rich.table import Table
 
 from mlx_experts.plugins.manager import family_folders
 from mlx_experts.registry.catalog import Catalog
-from mlx_experts.registry.errors import SettingError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Families = Annotated[
@@ -51,9 +50,6 @@ def open_catalog(folders: list[Path] | None) -> Catalog:
     Raises:
         SettingError: a folder does not exist.
     """
-    for folder in folders or []:
-        if not folder.is_dir():
-            raise SettingError("a folder of families does not exist", where="--families", found=str(folder))
     return Catalog([*family_folders(), *(folders or [])])
 
 

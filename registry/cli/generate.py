@@ -69,7 +69,7 @@ def generate(
             family=family,
             progress=progress,
         )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _text(prompt)
     tokens = _tokens(tokenizer, text, system, raw)
     known = loaded.plan.sizes.vocab_size
     if max(tokens) >= known:
@@ -109,6 +109,20 @@ def generate(
     if trace:
         rows = [(r.layer, r.path, r.rows, r.reason, r.count, r.note) for r in counts.table()]
         print_table("experts", ("layers", "path", "rows", "reason", "calls", "note"), rows)
+
+
+def _text(prompt: str) -> str:
+    """The prompt, or what stands on standard input."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Python keeps bytes that it cannot read as halves of surrogate pairs.
+        where = "standard input" if prompt == "-" else "--prompt"
+        raise SettingError(
+            "the prompt is not text", where=where, expected="UTF-8", found=repr(text[error.start])
+        ) from error
+    return text
 
 
 def _check(temp: float, top_p: float) -> None:

@@ -58,3 +58,10 @@ def test_a_model_of_another_package_is_left_to_it(demo: Any) -> None:
     theirs, _ = load_model(files("mlx_experts").joinpath("demo"))
     ids = demo[1].encode("A mixture")
     assert mlx_experts.generate(theirs, demo[1], ids, max_tokens=2)
+
+
+@pytest.mark.parametrize("prompt", [[], [[5, 6, 7]], mx.array([[5, 6]]), mx.array(5)], ids=str)
+def test_a_prompt_that_is_no_row_of_ids_is_refused(prompt: Any, demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    with pytest.raises(SettingError, match="one row of token ids"):
+        mlx_experts.generate(model, tokenizer, prompt)
