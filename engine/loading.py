@@ -194,6 +194,10 @@ def read_tokenizer(
             expected="tokenizer.json beside config.json",
             hint="copy the tokenizer's files from the original checkpoint",
         )
+    for path in sorted(folder.iterdir()):
+        # A pipe would be waited for without end, and a device be read without end.
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError("the checkpoint holds what is no file", where=str(path), expected="a file")
     settings = {**(extra or {}), "trust_remote_code": False}
     try:
         tokenizer = load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))

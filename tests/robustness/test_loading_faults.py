@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.loading import load_model, save_model
+from mlx_experts.engine.loading import load, load_model, save_model
 from mlx_experts.registry.cli import progress, run
 from mlx_experts.registry.errors import CheckpointError, RegistryError
 
@@ -129,3 +131,17 @@ def test_a_scalar_in_place_of_a_fused_tensor_is_named(lab: Any, tmp_path: Path) 
     tensors["model.layers.0.attention.query_key_value.weight"] = mx.array(1.0)
     with pytest.raises(RegistryError, match="query_key_value"):
         load_model(str(lab.write(tmp_path, tensors, config)))
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_tokenizer_that_is_no_file_is_refused_and_never_read(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    shutil.copytree(str(files("mlx_experts").joinpath("demo")), folder)
+    path = folder / "tokenizer.json"
+    path.unlink()
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load(folder)
