@@ -62,10 +62,20 @@ def batch_generate(
         arguments, options: further ones of ``mlx_lm.batch_generate``.
 
     Raises:
+        SettingError: mlx-lm has no batches for the caches of this model.
         SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
     _check(model, prompts, options)
-    return _batch(model, tokenizer, prompts, *arguments, **options)
+    try:
+        return _batch(model, tokenizer, prompts, *arguments, **options)
+    except ValueError as error:
+        if "support batching" not in str(error):
+            raise
+        raise SettingError(
+            "mlx-lm cannot put this model's caches together",
+            found=str(error),
+            hint="generate the answers one by one",
+        ) from error
 
 
 def _check(model: nn.Module, prompts: Iterable[str | Ids], options: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The entry point of both commands. It imports next to nothing, so that an interrupt is caught at once."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -23,6 +24,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler and sys.platform != "win32":
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGALRM, _interrupt)
+    if sys.stdin is None:
+        # Else the first file that is opened gets the number 0, which MLX takes for a failure.
+        os.open(os.devnull, os.O_RDONLY)
     try:
         from mlx_experts.registry.cli import run
 

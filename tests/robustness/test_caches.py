@@ -10,8 +10,10 @@ import pytest
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
+from mlx_experts.engine import generation
 from mlx_experts.engine.families import catalog
 from mlx_experts.engine.trace import trace
+from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.schema import GqaSpec
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
@@ -97,6 +99,8 @@ def test_a_quantised_cache_cannot_join_a_batch_and_is_refused_before_anything_ru
         caches.append([each.to_quantized(group_size=32, bits=8) for each in cache])
     with pytest.raises(ValueError, match=r"QuantizedKVCache.* does not yet support batching"):
         batch_generate(model, BareTokens(), [prompt, prompt], prompt_caches=caches, max_tokens=2)
+    with pytest.raises(SettingError, match="put this model's caches together"):
+        generation.batch_generate(model, BareTokens(), [prompt, prompt], prompt_caches=caches, max_tokens=2)
 
 
 @pytest.mark.report("CCH-12", "CCH-08")

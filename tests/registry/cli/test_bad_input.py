@@ -110,3 +110,11 @@ def test_a_wrong_name_is_told_before_anything_is_measured() -> None:
     assert code == 1
     assert "No public expert shape" in err
     assert time.monotonic() - start < 20
+
+
+def test_a_closed_standard_input_harms_nothing() -> None:
+    command = " ".join(
+        f"'{part}'" for part in [*COMMAND, "generate", DEMO, "--prompt", "hi", "--max-tokens", "2"]
+    )
+    done = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
