@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, overload
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -23,7 +24,7 @@ from mlx_experts.registry.headers import read_header
 from mlx_experts.registry.hub import resolve_path
 from mlx_experts.registry.jsontext import parse_object
 from mlx_experts.registry.schema import Family
-from mlx_experts.registry.shards import listed
+from mlx_experts.registry.shards import INDEX_NAME, listed
 
 _LOG = logging.getLogger("mlx_experts")
 _TOKENIZER_FILES = (
@@ -263,8 +264,12 @@ class _Written(nn.Module):
 def save_model(folder: str | Path, model: Described, config: Mapping[str, Any]) -> None:
     """Write a model as a checkpoint folder that this package and mlx-lm load.
 
+    The folder may be the one that the model was loaded from, lazily too: everything is read and written
+    before anything there is replaced.
+
     Args:
-        folder: made if absent; files of the same names are replaced.
+        folder: made if absent; files of the same names are replaced, and weight files of an older checkpoint
+            (``model*.safetensors`` and their index) are removed, since mlx-lm reads whatever matches.
         model: a model that this package built.
         config: the config that :func:`load_model` returned.
     """
@@ -274,5 +279,13 @@ def save_model(folder: str | Path, model: Described, config: Mapping[str, Any]) 
     with TemporaryDirectory(prefix=".writing-", dir=path) as part:
         save_mlx_lm_model(Path(part), _Written(model), donate_model=False)
         save_config(dict(config), config_path=Path(part) / "config.json")
-        for file in sorted(Path(part).iterdir(), reverse=True):
+        # What is lazy and not on disk in the same form would be read from files that go.
+        mx.eval(model.parameters())
+        written = sorted(Path(part).iterdir(), reverse=True)
+        for file in written:
             file.replace(path / file.name)
+        names = {file.name for file in written}
+        # Last, when all that takes their place is there.
+        for stale in (*path.glob("model*.safetensors"), *path.glob(INDEX_NAME)):
+            if stale.name not in names:
+                stale.unlink()

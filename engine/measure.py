@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 from mlx_experts.engine import activations, gates
 from mlx_experts.engine.dispatch import current_device
-from mlx_experts.engine.kernels import fused_kernel, gather, naive, pack
+from mlx_experts.engine.kernels import cpu, fused_kernel, gather, naive, pack
 from mlx_experts.engine.kernels.facts import Activation, Decline, Format
 from mlx_experts.engine.mlp import MLP
 from mlx_experts.engine.policy import Policy
@@ -220,10 +220,11 @@ def _fused(layer: Layer, dtype: mx.Dtype) -> Path:
         if not isinstance(prepared, Decline):
             return cast(Path, prepared)  # nothing is transformed here, so no call is declined
         verdict = prepared
-    raise SettingError(
-        "No fused kernel takes this call.", where=verdict.rule, expected=verdict.wanted, found=verdict.got,
-        hint=verdict.hint,
-    )  # fmt: skip
+    raise _declined("No fused kernel takes this call.", verdict)
+
+
+def _declined(what: str, why: Decline) -> SettingError:
+    return SettingError(what, where=why.rule, expected=why.wanted, found=why.got, hint=why.hint)
 
 
 def _baseline(layer: Layer, baseline: Baseline) -> Path:
@@ -305,12 +306,16 @@ def read_bandwidth(rounds: int = 7) -> float:
 
     The best of the rounds, because it is a ceiling. A GPU gets several sums at once: starting one and waiting
     for it takes the host a tenth of the time of the sum.
+
+    Raises:
+        SettingError: numba is missing or does not work, without which no sum reads that fast on the CPU.
     """
     count = EXPERT_BYTES // 4
     reads = 1
     if current_device() == "cpu":
-        from mlx_experts.engine.kernels.cpu_driver import checksum
-
+        if why := cpu.unavailable():
+            raise _declined("The read bandwidth of this CPU cannot be measured.", why)
+        checksum = cpu.compiled().checksum
         numbers = np.ones(count, np.uint32)
         times = interleaved({"read": lambda _: checksum(numbers)}, rounds=rounds)
     else:

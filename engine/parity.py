@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model as load_mlx_lm_model
 
 from mlx_experts.engine.dispatch import ExpertDispatch, current_device
@@ -19,7 +20,7 @@ from mlx_experts.engine.kernels import naive, pack
 from mlx_experts.engine.loading import load_model
 from mlx_experts.engine.modules import find
 from mlx_experts.engine.moe import MoE
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.selfcheck import EXPECTED_DECLINES, build_tiny
 from mlx_experts.engine.trace import trace
 from mlx_experts.registry.errors import CheckpointError, SettingError
 from mlx_experts.registry.schema import Family
@@ -35,16 +36,24 @@ FORMATS: tuple[tuple[str, int, int], ...] = (
 ROWS = (1, 2, 64)
 # Relative RMS distance to the float32 truth that a path may have.
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+# Gathered products are rounded to the narrow type after each projection, fused ones once at the end. Measured
+# over all families on the CPU, at most: gathered 6.2e-3 in bfloat16 and 7.8e-4 in float16, fused 2.1e-3 and
+# 2.7e-4.
+GATHER_BOUNDS = {**BOUNDS, "bfloat16": 2e-2}
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class ExpertParity:
-    """One call of one family's experts on one path.
+    """One call of one family's experts on one path, or a format that was skipped.
 
     Args:
-        error: relative RMS distance to the float32 truth.
-        bound: what ``error`` may be; gathered calls in narrow types round each expert and have none.
+        rows: token rows of the call; 0 when skipped.
+        path: ``fused``, ``gather`` or ``skipped``.
+        reason: why one row did not run fused, or why the format was skipped.
+        error: relative RMS distance to the float32 truth; None when skipped.
+        bound: what ``error`` may be; None when skipped.
+        unexpected: whether one row was to run fused and was gathered for a reason that nobody expects.
     """
 
     family: str
@@ -53,13 +62,16 @@ class ExpertParity:
     rows: int
     path: str
     reason: str
-    error: float
+    error: float | None
     bound: float | None
+    unexpected: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether the path keeps its bound."""
-        return self.bound is None or self.error < self.bound
+        """Whether the path is the expected one and keeps its bound; a skipped format breaks nothing."""
+        if self.error is None or self.bound is None:
+            return self.path == "skipped"
+        return not self.unexpected and self.error < self.bound
 
 
 def _rms(got: mx.array, want: mx.array) -> float:
@@ -68,19 +80,47 @@ def _rms(got: mx.array, want: mx.array) -> float:
 
 
 def synthetic_parity(family: Family) -> Iterator[ExpertParity]:
-    """Every format, dtype and number of rows on the family's tiny experts, both paths against truth."""
+    """Every format, dtype and number of rows on the family's tiny experts, both paths against truth.
+
+    A format whose group does not divide a width of those experts gives one skipped row for each dtype, and a
+    family that keeps all of mlx-lm's blocks one skipped row.
+    """
+    if family.backbone is not None and family.backbone.kept is not None:
+        why = f"mlx-lm's blocks are kept: {family.backbone.kept}"
+        yield ExpertParity(family.family, "every", "every", 0, "skipped", why, None, None)
+        return
     config = tiny_config(family)
     for mode, bits, group in FORMATS:
         for dtype in (mx.float32, mx.bfloat16):
             model = build_tiny(family, config)
             moe = next(m for m in model.modules() if isinstance(m, MoE))
             container = find(moe, moe.experts_path)
+            odd = _undivided(container, group)
+            if odd:
+                label, why = f"{mode} {bits}-bit group {group}", f"groups of {group} do not divide {odd}"
+                yield ExpertParity(
+                    family.family, label, pack.dtype_name(dtype), 0, "skipped", why, None, None
+                )
+                continue
             if mode != "plain":
                 nn.quantize(container, group_size=group, bits=bits, mode=mode)
             else:
                 container.apply(lambda value, wanted=dtype: value.astype(wanted))
             label = "plain" if mode == "plain" else f"{mode} {bits}-bit group {group}"
             yield from _calls(family.family, moe, container, label, dtype)
+
+
+def _undivided(container: nn.Module, group: int) -> str:
+    """The projections whose inputs groups of this size do not divide, with their widths; or nothing."""
+    widths = {
+        name: module.weight.shape[-1]
+        for name, module in container.named_modules()
+        if isinstance(module, SwitchLinear)
+    }
+    odd = [
+        f"the {width} inputs of {name}" for name, width in sorted(widths.items()) if group and width % group
+    ]
+    return ", ".join(odd)
 
 
 def _calls(
@@ -109,8 +149,11 @@ def _calls(
             else:
                 reason = ""
             name = pack.dtype_name(dtype)
-            bound = BOUNDS[name] if row.path == "fused" or dtype == mx.float32 else None
-            yield ExpertParity(family, label, name, rows, row.path, reason, _rms(got, truth), bound)
+            bound = (BOUNDS if row.path == "fused" else GATHER_BOUNDS)[name]
+            unexpected = bool(reason) and row.reason not in EXPECTED_DECLINES
+            yield ExpertParity(
+                family, label, name, rows, row.path, reason, _rms(got, truth), bound, unexpected
+            )
     trace.reset()
 
 

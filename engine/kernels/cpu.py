@@ -28,32 +28,56 @@ if TYPE_CHECKING:
 # One parallel region at a time: numba's portable thread pool aborts the process on concurrent use.
 _LOCK = threading.Lock()
 
+# One start at a time: it changes the environment for as long as it lasts.
+_STARTING = threading.Lock()
+
 # Below this many bytes of weights a token, waking the other threads costs more than they save.
 PARALLEL_FROM = 1 << 18
 
 
 def unavailable() -> Decline | None:
     """Why this machine cannot run the kernel, or None."""
-    if _numba() is None:
-        return Decline("numba", "numba installed", "no numba", "pip install 'mlx-experts[cpu]'")
-    return None
+    driver = _numba()
+    return driver if isinstance(driver, Decline) else None
 
 
 @lru_cache(maxsize=1)
-def _numba() -> ModuleType | None:
+def _numba() -> ModuleType | Decline:
+    """``cpu_driver`` with its threads started, or why numba is not there or does not work."""
     try:
-        from mlx_experts.engine.kernels import cpu_driver
+        import numba
     except ModuleNotFoundError as error:
         if error.name not in ("numba", "llvmlite"):
             raise
-        return None
+        return Decline("numba", "numba installed", "no numba", "pip install 'mlx-experts[cpu]'")
+    except ImportError as error:  # numba refuses a NumPy that it does not know
+        return _not_started(error, "Install a numba and a NumPy that belong together.")
+    except ValueError as error:
+        return _not_started(error, "Unset NUMBA_NUM_THREADS, or set it to 1 or more.")
+    if numba.config.DISABLE_JIT:
+        return Decline("numba", "numba that compiles", "NUMBA_DISABLE_JIT set", "Unset NUMBA_DISABLE_JIT.")
+    from mlx_experts.engine.kernels import cpu_driver
+
+    try:
+        with _STARTING:
+            cpu_driver.start_threads()
+    except ValueError as error:
+        return _not_started(
+            error,
+            "Unset NUMBA_THREADING_LAYER and NUMBA_THREADING_LAYER_PRIORITY, or name a layer that is here.",
+        )
     return cpu_driver
+
+
+def _not_started(error: Exception, hint: str) -> Decline:
+    """The Decline for what numba said at its start; its first line; further ones are its own advice."""
+    return Decline("numba", "numba that starts", str(error).splitlines()[0].rstrip("."), hint)
 
 
 def compiled() -> ModuleType:
     """``cpu_driver``, on a machine that ``unavailable`` has not turned away."""
     driver = _numba()
-    assert driver is not None
+    assert not isinstance(driver, Decline)
     return driver
 
 

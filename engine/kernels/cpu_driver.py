@@ -161,8 +161,10 @@ def _run(  # type: ignore[no-untyped-def]
     return -1
 
 
-def _start_threads() -> None:
+def start_threads() -> None:
     """Start numba's threads so that they wait without spinning, unless the person set how they wait.
+
+    To be called before anything parallel runs.
 
     MLX computes the rest of the model on threads of its own: an OpenMP thread that spins between two calls
     takes the core they need (measured on 2 shared cores: 40 ms a call, 3 ms without). OpenMP reads these
@@ -173,9 +175,11 @@ def _start_threads() -> None:
         os.environ.update(quiet)
     else:
         quiet = {}
-    get_num_threads()
-    for name in quiet:
-        del os.environ[name]
+    try:
+        get_num_threads()
+    finally:
+        for name in quiet:
+            del os.environ[name]
 
 
 def _kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -193,7 +197,6 @@ def _compile(name: str, parallel: bool) -> Callable[..., Any]:
     return _kept_on_disk(function, parallel=parallel, nogil=True, error_model="numpy")
 
 
-_start_threads()
 parallel = _compile("parallel", True)
 serial = _compile("serial", False)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.utils import load_model as load_mlx_lm_model
 
 from mlx_experts.engine.loading import load, load_model, save_model
 from mlx_experts.registry.cli import progress, run
@@ -121,6 +122,78 @@ def test_an_interrupted_save_leaves_what_was_there(
 
     monkeypatch.setattr("mlx_experts.engine.loading.save_config", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        save_model(tmp_path, model, config)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def _shards_of(weights: dict[str, mx.array], number: int) -> list[dict[str, mx.array]]:
+    names = sorted(weights)
+    return [{name: weights[name] for name in names[i::number]} for i in range(number)]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2), (2, 2)])
+def test_saving_over_an_older_checkpoint_leaves_none_of_its_weights(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int, lazy: bool
+) -> None:
+    first, config = lab.tiny("mixtral", {"head_dim": 16})  # which mlx-lm does not read
+    old = lab.parameters(first)
+    monkeypatch.setattr("mlx_lm.utils.make_shards", lambda weights: _shards_of(weights, before))
+    save_model(tmp_path, first, config)
+    others = {"notes.txt": b"mine", "adapters.safetensors": b"x", "tokenizer.json": b"{}"}
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+
+    model, saved = load_model(tmp_path, dtype="float32", lazy=lazy)
+    changed = model.model.embed_tokens
+    changed.weight = changed.weight + 1
+    wanted = {**old, "model.embed_tokens.weight": old["model.embed_tokens.weight"] + 1}
+    monkeypatch.setattr("mlx_lm.utils.make_shards", lambda weights: _shards_of(weights, after))
+    save_model(tmp_path, model, saved)
+
+    weights = {path.name for path in tmp_path.glob("model*")}
+    files = [f"model-{i + 1:05}-of-{after:05}.safetensors" for i in range(after)]
+    assert weights == {"model.safetensors.index.json", *(files if after > 1 else ["model.safetensors"])}
+    assert {name: (tmp_path / name).read_bytes() for name in others} == others
+    assert lab.same(lab.parameters(model), wanted) == []
+    assert lab.same(lab.parameters(load_model(tmp_path, dtype="float32")[0]), wanted) == []
+    assert lab.same(lab.parameters(load_mlx_lm_model(tmp_path)[0]), wanted) == []
+
+
+def test_a_stale_index_does_not_outlive_its_checkpoint(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = lab.tiny("qwen3_moe")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    )
+
+    def without_index(folder: Path, written: Any, **_: Any) -> None:
+        mx.save_safetensors(str(folder / "model.safetensors"), written.parameters())
+
+    monkeypatch.setattr("mlx_experts.engine.loading.save_mlx_lm_model", without_index)
+    save_model(tmp_path, model, config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_save_that_fails_half_way_keeps_every_old_shard(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = lab.tiny("qwen3_moe")
+    monkeypatch.setattr("mlx_lm.utils.make_shards", lambda weights: _shards_of(weights, 2))
+    save_model(tmp_path, model, config)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write, calls = mx.save_safetensors, []
+
+    def full(file: str, *arguments: Any, **named: Any) -> None:
+        calls.append(file)
+        if len(calls) == 2:
+            raise RuntimeError("no space left")
+        write(file, *arguments, **named)
+
+    monkeypatch.setattr("mlx_lm.utils.make_shards", lambda weights: _shards_of(weights, 3))
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    with pytest.raises(RuntimeError, match="no space left"):
         save_model(tmp_path, model, config)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -311,6 +311,29 @@ def test_parity_of_a_family_keeps_every_bound(capsys: pytest.CaptureFixture[str]
     assert {row["path"] for row in rows} == {"fused", "gather"}
 
 
+def test_parity_shows_a_format_that_a_width_rules_out_as_skipped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = output(capsys, "parity", "kimi_k3", "muse_spark")
+    assert (code, err) == (0, "")
+    skipped = [line for line in out.splitlines() if "skipped" in line and "because" not in line]
+    assert sum("affine 8-bit group 64" in line and "32 inputs" in line for line in skipped) == 2
+    assert sum("muse_spark" in line and "kept" in line for line in skipped) == 1
+
+
+def test_parity_of_a_path_that_is_wrong_is_a_failed_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mlx_experts.engine.parity.GATHER_BOUNDS", dict.fromkeys(("float32", "bfloat16"), 1e-9)
+    )
+    code, out, err = output(capsys, "parity", "mixtral")
+    assert code == 2
+    assert "FAILED" in out
+    assert "mixtral" in err
+
+
 def test_draft_without_a_family_that_is_none_is_your_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "draft", CASE, "--without", "mixtrall")[0] == 1
 

@@ -1,0 +1,137 @@
+"""numba that is there and cannot start: every command works on the gather path and says what to change.
+
+numba reads its variables once, so every case is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from mlx_experts.engine.kernels import cpu, cpu_driver
+
+DEMO = str(files("mlx_experts") / "demo")
+CASES = {
+    "no layer": ({"NUMBA_THREADING_LAYER": "nope"}, "'nope' is unknown", "NUMBA_THREADING_LAYER"),
+    "a priority of no layers": (
+        {"NUMBA_THREADING_LAYER_PRIORITY": "nope"},
+        "THREADING_LAYER_PRIORITY invalid",
+        "NUMBA_THREADING_LAYER_PRIORITY",
+    ),
+    "no threads": ({"NUMBA_NUM_THREADS": "0"}, "must be > 0", "NUMBA_NUM_THREADS"),
+    "no compiler": ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT set", "NUMBA_DISABLE_JIT"),
+}
+# What each kind of call of one token says.
+CALL = """
+import json, sys
+{before}
+import mlx.core as mx
+from mlx_experts import load_model, trace
+model, _ = load_model({folder!r})
+model(mx.array([[3]]))
+rows = [(row.path, row.reason, row.note) for row in trace.snapshot()]
+print(json.dumps(rows))
+"""
+
+
+def _ran(variables: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**kept, "COLUMNS": "300", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def _main(*arguments: str) -> tuple[str, ...]:
+    return ("-c", "from mlx_experts.registry.command import main; main()", *arguments)
+
+
+def _rows(variables: dict[str, str], before: str = "") -> list[Any]:
+    ran = _ran(variables, "-c", CALL.format(before=before, folder=DEMO))
+    assert ran.returncode == 0, ran.stderr
+    return list(json.loads(ran.stdout))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_is_gathered_and_names_what_numba_said_and_the_variable(case: str) -> None:
+    variables, said, variable = CASES[case]
+    rows = _rows(variables)
+    assert rows
+    for path, reason, note in rows:
+        assert (path, reason) == ("gather", "numba")
+        assert said in note.split(". ")[0]
+        assert variable in note.rsplit(". ", 1)[1]
+
+
+def test_a_threading_layer_that_is_not_installed_is_gathered() -> None:
+    """`tbb` may be installed; then the call runs fused."""
+    variables = {"NUMBA_THREADING_LAYER": "tbb"}
+    start = "import numba; numba.get_num_threads()"
+    if _ran(variables, "-c", start).returncode == 0:
+        pytest.skip("TBB is installed")
+    rows = _rows(variables)
+    assert {(path, reason) for path, reason, _ in rows} == {("gather", "numba")}
+    assert all("No threading layer could be loaded" in note for *_, note in rows)
+
+
+def test_a_numpy_that_numba_refuses_is_gathered() -> None:
+    rows = _rows({}, "import numpy; numpy.__version__ = '99.0.0'")
+    assert {(path, reason) for path, reason, _ in rows} == {("gather", "numba")}
+    assert all("NumPy" in note and "belong together" in note for *_, note in rows)
+
+
+def test_without_such_a_variable_the_call_runs_fused() -> None:
+    assert {path for path, *_ in _rows({})} == {"fused"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generate_works_and_says_why_with_trace(case: str) -> None:
+    variables, said, variable = CASES[case]
+    arguments = ("generate", DEMO, "--prompt", "hi", "--max-tokens", "3", "--temp", "0", "--trace")
+    ran, fused = _ran(variables, *_main(*arguments)), _ran({}, *_main(*arguments))
+    assert (ran.returncode, fused.returncode) == (0, 0), ran.stderr
+    said_all = " ".join((ran.stdout + ran.stderr).split())
+    assert "gather" in said_all
+    assert said in said_all
+    assert variable in said_all
+    assert ran.stdout.splitlines()[0] == fused.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_what_needs_the_kernel_is_your_error_with_the_reason(command: str) -> None:
+    ran = _ran({"NUMBA_DISABLE_JIT": "1"}, *_main(command))
+    assert ran.returncode == 1
+    assert "Unset NUMBA_DISABLE_JIT" in ran.stderr
+
+
+def test_threads_that_meet_at_the_first_call_start_numba_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def slow() -> int:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.05)
+        inside.pop()
+        return 1
+
+    monkeypatch.setattr(cpu_driver, "get_num_threads", slow)
+    cpu._numba.cache_clear()
+    before = dict(os.environ)
+    with ThreadPoolExecutor(4) as pool:
+        found = [each.result() for each in [pool.submit(cpu.unavailable) for _ in range(4)]]
+    assert found == [None] * 4
+    assert max(most) == 1
+    assert dict(os.environ) == before
