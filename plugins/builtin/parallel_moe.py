@@ -21,6 +21,7 @@ from mlx_experts.engine.moe import MoE
 from mlx_experts.engine.options import read_options
 from mlx_experts.engine.state import ForwardState
 from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve import LayerPlan, Plan
 from mlx_experts.registry.values import Bool, ModulePath, Spec
 
@@ -47,12 +48,17 @@ class Frame(nn.Module):
         """Build everything but the experts."""
         options = read_options(ParallelMoeOptions, layer.options, "a layer with parallel experts")
         width, block = layer.sizes.hidden_size, plan.family.block
-        assert layer.mixer is not None
+        dense = layer.moe.shared if layer.moe is not None else layer.dense
+        if layer.mixer is None or dense is None:
+            raise SpecError(
+                "a layer with parallel experts has attention and a dense MLP",
+                where=f"{plan.family.family}.yaml, layer {layer.index}",
+                expected="`attention`, and `moe.shared` or `dense`",
+                hint="state what is missing, or another `block.kind`",
+            )
         self._block, self._index, self._mixer_path = block, layer.index, layer.mixer.path
         mixer = make_mixer(layer, plan)
         place(self, self._mixer_path, mixer)
-        dense = layer.moe.shared if layer.moe is not None else layer.dense
-        assert dense is not None
         inner = dense.width if dense.width is not None else layer.sizes.dense_width or 0
         if options.double_wide and isinstance(mixer, Attention) and mixer.reuses_kv:
             inner *= 2

@@ -1,0 +1,18 @@
+"""A layer with experts beside a dense MLP says what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_experts.engine.families import catalog
+from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.synthetic import tiny_config
+
+
+def test_a_layer_without_its_dense_mlp_is_refused() -> None:
+    family = catalog().load("gemma4_text")
+    assert family.moe is not None
+    bare = family.model_copy(update={"moe": family.moe.model_copy(update={"shared": None})})
+    with pytest.raises(SpecError, match="has attention and a dense MLP"):
+        build_tiny(bare, tiny_config(bare))
