@@ -75,6 +75,13 @@ class DecoderLayer(nn.Module):
         self._block, self._multiplier = plan.family.block, layer.residual_multiplier
         sizes, block = layer.sizes, self._block
         mixer, mlp = make_mixer(layer, plan), make_mlp(layer, plan, fused)
+        if block.parallel and (mixer is None or mlp is None):
+            raise ConfigError(
+                f"layer {layer.index} has parallel branches and lacks one",
+                where=f"{plan.family.family}.yaml, block",
+                expected="a mixer and an MLP in every layer",
+                hint="give the layer's variant both, or leave out `parallel`",
+            )
         self._mixer_path = self._mlp_path = self._shared_path = None
         if mixer is not None and layer.mixer is not None:
             self._mixer_path = layer.mixer.path

@@ -122,7 +122,7 @@ def vary(whole: dict[str, Any], family: str, choose: random.Random) -> tuple[str
     text, path = whole, None
     while inner := next((k for k in NESTED if isinstance(text.get(k), dict)), None):
         text, path = text[inner], path or inner
-    fixed = {*RULES["never"], *RULES["by_family"].get(family, ())}
+    fixed = {*RULES["never"], *RULES["by_family"].get(family, ()), *RULES["always"].get(family, ())}
     keys = [k for k in text if k not in fixed and not k.startswith("_")]
     changed = dict(RULES["always"].get(family, {}))
     for key in choose.sample(keys, min(len(keys), choose.choice([1, 2, 3, 4, 6, 8]))):
