@@ -28,7 +28,7 @@ types: $(STAMP)
 	MYPYPATH=$(VENV)/types $(BIN)/mypy -p mlx_experts
 
 docs: $(STAMP)
-	$(BIN)/registry docs
+	$(BIN)/python tests/tooling/docs.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/registry check

@@ -9,23 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_experts.engine.adopt import adopt
-    from mlx_experts.engine.build import get_model_classes
-    from mlx_experts.engine.generation import batch_generate, generate, stream_generate
-    from mlx_experts.engine.loading import load, load_model, load_model_for_check, save_model
-    from mlx_experts.engine.trace import trace
+    from mlx_experts.engine.dispatch.trace import trace
+    from mlx_experts.engine.loading.api import load, load_model, load_model_for_check, save_model
+    from mlx_experts.engine.loading.generate import batch_generate, generate, stream_generate
+    from mlx_experts.engine.models.adopt import adopt
+    from mlx_experts.engine.models.factory import get_model_classes
 
 _HOME = {
-    "adopt": "mlx_experts.engine.adopt",
-    "batch_generate": "mlx_experts.engine.generation",
-    "generate": "mlx_experts.engine.generation",
-    "get_model_classes": "mlx_experts.engine.build",
-    "load": "mlx_experts.engine.loading",
-    "load_model": "mlx_experts.engine.loading",
-    "load_model_for_check": "mlx_experts.engine.loading",
-    "save_model": "mlx_experts.engine.loading",
-    "stream_generate": "mlx_experts.engine.generation",
-    "trace": "mlx_experts.engine.trace",
+    "adopt": "mlx_experts.engine.models.adopt",
+    "batch_generate": "mlx_experts.engine.loading.generate",
+    "generate": "mlx_experts.engine.loading.generate",
+    "get_model_classes": "mlx_experts.engine.models.factory",
+    "load": "mlx_experts.engine.loading.api",
+    "load_model": "mlx_experts.engine.loading.api",
+    "load_model_for_check": "mlx_experts.engine.loading.api",
+    "save_model": "mlx_experts.engine.loading.api",
+    "stream_generate": "mlx_experts.engine.loading.generate",
+    "trace": "mlx_experts.engine.dispatch.trace",
 }
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""Hook specifications, the plugin manager and the pieces that fill the hooks."""
+"""Hook specifications, the plugin manager and the components that fill the hooks."""

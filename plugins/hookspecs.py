@@ -37,7 +37,7 @@ def add_families() -> Iterable[Path]:  # type: ignore[empty-body]
 
 
 @hookspec
-def offer_mixers() -> Offers:  # type: ignore[empty-body]
+def register_mixers() -> Offers:  # type: ignore[empty-body]
     """Mixers (attention and its likes) by the `kind` that family files name.
 
     A builder is called as ``builder(layer=LayerPlan, plan=Plan)`` and returns an ``mlx.nn.Module``
@@ -46,7 +46,7 @@ def offer_mixers() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
-def offer_blocks() -> Offers:  # type: ignore[empty-body]
+def register_blocks() -> Offers:  # type: ignore[empty-body]
     """Decoder layers by the `block.kind` that family files name.
 
     A builder is called as ``builder(layer, plan, fused)``, a LayerPlan, the Plan and what an MoE block is
@@ -56,7 +56,7 @@ def offer_blocks() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
-def offer_router_selections() -> Offers:  # type: ignore[empty-body]
+def register_router_selections() -> Offers:  # type: ignore[empty-body]
     """Router selections by the `router.select` that family files name.
 
     Called as ``select(logits=[..., E], top_k=K, options=...)``; returns indices and weights ``[..., K]``.
@@ -64,20 +64,20 @@ def offer_router_selections() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
-def offer_activations() -> Offers:  # type: ignore[empty-body]
+def register_activations() -> Offers:  # type: ignore[empty-body]
     """Expert activations by name: ``engine.activations.ExpertActivation`` rows."""
 
 
 @hookspec
-def offer_layout_operations() -> Offers:  # type: ignore[empty-body]
+def register_conversions() -> Offers:  # type: ignore[empty-body]
     """Layout operations by the name that family files give: ``engine.layout.Operation`` classes."""
 
 
 @hookspec
-def offer_kernels() -> Offers:  # type: ignore[empty-body]
+def register_kernels() -> Offers:  # type: ignore[empty-body]
     """Fused expert kernels by name, asked before the back-end's own; the first that accepts runs.
 
-    A kernel has ``gate(facts, policy)``, which returns an Accept or a Decline, and
+    A kernel has ``gate(request, policy)``, which returns an Accept or a Decline, and
     ``prepare(experts, dtype)``, which returns what runs one call (``engine.kernels.FusedRun``) or a Decline.
     The gate is asked about every kind of call, also of several rows and in training, and what it accepts is
     compared with gathered products once before it is used. What it declines stands in the note of the trace.
@@ -86,7 +86,7 @@ def offer_kernels() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
-def offer_embeddings() -> Offers:  # type: ignore[empty-body]
+def register_embeddings() -> Offers:  # type: ignore[empty-body]
     """Token embeddings by the `embedding.kind` that family files name.
 
     Called as ``builder(plan=Plan)``; returns a module with ``__call__(inputs, state, cache)``,
@@ -95,8 +95,8 @@ def offer_embeddings() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
-def offer_stand_ins() -> Offers:  # type: ignore[empty-body]
-    """Sets of plain operations by the `backbone.stand_ins` that family files name.
+def register_fallbacks() -> Offers:  # type: ignore[empty-body]
+    """Sets of plain operations by the `backbone.fallbacks` that family files name.
 
     A set maps names of mlx-lm's module to what takes their place on a device without Metal: functions, and
     classes that are mlx-lm's own with another call.
@@ -104,7 +104,7 @@ def offer_stand_ins() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
-def offer_caches() -> Offers:  # type: ignore[empty-body]
+def register_caches() -> Offers:  # type: ignore[empty-body]
     """Prompt caches by the `backbone.cache` that family files name.
 
     Called as ``builder(theirs)`` with each empty cache that mlx-lm's model makes; returns the one that takes

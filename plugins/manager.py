@@ -1,7 +1,7 @@
 """Loads plugins at first use and keeps what they offer, refusing names that two of them claim.
 
 ``MLX_EXPERTS_PLUGINS`` narrows loading to a comma-separated list of entry points (`none` for none);
-``MLX_EXPERTS_TRACE_PLUGINS`` prints every hook call. Built-in pieces are always there.
+``MLX_EXPERTS_TRACE_PLUGINS`` prints every hook call. Built-in components are always there.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from mlx_experts.plugins import hookspecs
+from mlx_experts.plugins import hookspecs, standard
 from mlx_experts.plugins.hookspecs import PROJECT, Override
 
 NARROW_VARIABLE = "MLX_EXPERTS_PLUGINS"
 TRACE_VARIABLE = "MLX_EXPERTS_TRACE_PLUGINS"
 
 KINDS = {
-    "mixer": "offer_mixers",
-    "block": "offer_blocks",
-    "selection": "offer_router_selections",
-    "activation": "offer_activations",
-    "layout operation": "offer_layout_operations",
-    "kernel": "offer_kernels",
-    "embedding": "offer_embeddings",
-    "cache": "offer_caches",
-    "stand-ins": "offer_stand_ins",
+    "mixer": "register_mixers",
+    "block": "register_blocks",
+    "selection": "register_router_selections",
+    "activation": "register_activations",
+    "layout operation": "register_conversions",
+    "kernel": "register_kernels",
+    "embedding": "register_embeddings",
+    "cache": "register_caches",
+    "fallbacks": "register_fallbacks",
 }
 
 
 _BUILTIN = "mlx_experts.plugins.builtin"
 T = TypeVar("T")
-# Held while plugins are loaded: pieces that two threads register at once are refused as registered twice.
+# Held while plugins are loaded: components that two threads register at once are refused as registered twice.
 _LOADING = threading.RLock()
 
 
@@ -62,7 +62,7 @@ def _once(make: Callable[[], T]) -> Callable[[], T]:
 
 @_once
 def manager() -> pluggy.PluginManager:
-    """The plugin manager with the external plugins loaded, and none of the built-in pieces.
+    """The plugin manager with the external plugins loaded, and none of the built-in components.
 
     Raises:
         PluginProblem: a plugin cannot be imported, or the narrowing variable names an unknown one.
@@ -105,7 +105,7 @@ def family_folders() -> list[Path]:
     return [Path(folder) for folders in manager().hook.add_families() for folder in folders]
 
 
-class Pieces:
+class Components:
     """Everything that plugins and the built-in modules offer, by kind and name.
 
     Args:
@@ -171,19 +171,25 @@ class Pieces:
         return self.get("selection", name)
 
 
-def offered(kind: str) -> set[str]:
+def registered(kind: str) -> set[str]:
     """Names that plugins and the built-in modules offer of a kind, without importing the engine."""
     others = getattr(manager().hook, KINDS[kind])()
-    own = importlib.import_module(_BUILTIN).OFFERS.values()
+    own = _own().values()
     return {name for offers in others for name in offers} | {name for k, name in own if k == kind}
 
 
+def _own() -> dict[str, tuple[str, str]]:
+    """Modules of the engine and of the builtin plugins, with the kind and the name of what each registers."""
+    builtin = importlib.import_module(_BUILTIN).COMPONENTS
+    return {**standard.COMPONENTS, **{f"{_BUILTIN}.{name}": each for name, each in builtin.items()}}
+
+
 @_once
-def pieces() -> Pieces:
-    """The pieces of all plugins, built-in ones included; imports the engine."""
+def components() -> Components:
+    """The components of all plugins, built-in ones included; imports the engine."""
     plugins = manager()
-    for name in importlib.import_module(_BUILTIN).OFFERS:
-        full = f"{_BUILTIN}.{name}"
-        if not plugins.has_plugin(f"builtin.{name}"):
-            plugins.register(importlib.import_module(full), name=f"builtin.{name}")
-    return Pieces(plugins)
+    for module in _own():
+        name = f"builtin.{module.rpartition('.')[2]}"
+        if not plugins.has_plugin(name):
+            plugins.register(importlib.import_module(module), name=name)
+    return Components(plugins)

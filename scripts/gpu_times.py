@@ -23,9 +23,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels import cuda, gather, pack, router
-from mlx_experts.engine.kernels.router import RouterSteps
+from mlx_experts.engine.kernels import activations, expert_weights, gather
+from mlx_experts.engine.kernels import router_kernel as router
+from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
 CHAIN, ROUNDS, LAYERS = 48, 25, 4
 
@@ -56,11 +57,11 @@ def shared_expert(args: argparse.Namespace) -> tuple[dict[str, nn.Module], nn.Mo
 def kernels(args: argparse.Namespace) -> None:
     """Every form on every set of experts, for the profiler."""
     made, swiglu = container(args.hidden, args.width, args.experts), activations.make("swiglu")
-    experts = pack.read(made, swiglu)
+    experts = expert_weights.read(made, swiglu)
     assert experts is not None
     if args.shared:
         parts, weigh = shared_expert(args)
-        experts = dataclasses.replace(experts, shared=pack.read_shared(parts, swiglu, weigh))
+        experts = dataclasses.replace(experts, shared=expert_weights.read_shared(parts, swiglu, weigh))
     order = mx.random.permutation(args.experts).astype(mx.uint32)
     # Slices of longer arrays, as a router leaves them: arrays of 8 bytes live where they are slow to read.
     sets = [order[None, i : i + args.top_k] for i in range(0, args.experts - args.top_k + 1, args.top_k)]
@@ -87,11 +88,11 @@ def block(args: argparse.Namespace) -> None:
         norm, gate = nn.RMSNorm(args.hidden), nn.Linear(args.hidden, args.experts, bias=False)
         made = container(args.hidden, args.width, args.experts)
         norm.set_dtype(mx.bfloat16), gate.set_dtype(mx.bfloat16)
-        experts = pack.read(made, swiglu)
+        experts = expert_weights.read(made, swiglu)
         parts, weigh = shared_expert(args) if args.shared else ({}, None)
         with_shared = None
         if args.shared:
-            both = dataclasses.replace(experts, shared=pack.read_shared(parts, swiglu, weigh))
+            both = dataclasses.replace(experts, shared=expert_weights.read_shared(parts, swiglu, weigh))
             with_shared = cuda.prepare(both, mx.bfloat16)
         layers.append((norm, gate, made, cuda.prepare(experts, mx.bfloat16), parts, weigh, with_shared))
 

@@ -120,7 +120,7 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
     }
     np.savez_compressed(out / "oracle.npz", **oracle)
     family, _, variant = name.partition("/")
-    facts = {
+    request = {
         "family": family,
         "variant": variant,
         "about": recipe["about"],
@@ -136,7 +136,7 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],
     }
-    (out / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (out / "case.json").write_text(json.dumps(request, indent=1) + "\n")
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
     if size > largest:
         raise SystemExit(f"{name}: {size} bytes, more than {largest}; make the recipe smaller")

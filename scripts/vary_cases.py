@@ -44,7 +44,7 @@ RULES = yaml.safe_load((ROOT / "scripts" / "variations.yaml").read_text())
 ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2", "gelu_new", "swish"]
 NESTED = ("text_config", "llm_config", "thinker_config")
 TOKENS, PREFIX = 14, 8
-# Random models are refused by transformers in many ways of its own; none of them is ours to judge.
+# Random models are refused by transformers in many ways of its own; none of them is ours to check.
 REFUSALS = (
     ArithmeticError,
     AssertionError,
@@ -106,11 +106,11 @@ def one(config: Path, folder: Path, choose: random.Random) -> tuple[str, str]:
     try:
         model, _ = load_model(folder, dtype="float32")
         cache = make_prompt_cache(model)
-        pieces = [model(x[:, :PREFIX], cache=cache)]
-        pieces += [model(x[:, i : i + 1], cache=cache) for i in range(PREFIX, TOKENS)]
+        components = [model(x[:, :PREFIX], cache=cache)]
+        components += [model(x[:, i : i + 1], cache=cache) for i in range(PREFIX, TOKENS)]
     except RegistryError as error:
         return "refused here", f"{said}: {error}"
-    distances = [far(np.array(y), want) for y in (model(x), mx.concatenate(pieces, axis=1))]
+    distances = [far(np.array(y), want) for y in (model(x), mx.concatenate(components, axis=1))]
     if max(distances) < max(1e-4, 50 * noise):
         return "agree", said
     spelling = f"{'disk' if original else 'memory'} layout, {'hub' if hub else 'own'} spelling"

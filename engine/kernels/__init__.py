@@ -11,8 +11,8 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from mlx_experts.engine.kernels.facts import Decline, Device
-from mlx_experts.engine.kernels.pack import PackedExperts
+from mlx_experts.engine.kernels.expert_weights import ExpertWeights
+from mlx_experts.engine.kernels.request import Decline, Device
 
 
 class FusedRun(Protocol):
@@ -32,13 +32,20 @@ class FusedKernel(Protocol):
     def unavailable(self) -> Decline | None:
         """Why this machine cannot run the kernel at all, or None when it can."""
 
-    def prepare(self, experts: PackedExperts, dtype: mx.Dtype) -> FusedRun | Decline:
+    def prepare(self, experts: ExpertWeights, dtype: mx.Dtype) -> FusedRun | Decline:
         """Everything that can be done once for these weights and this activation dtype.
 
         Called after the gate has accepted; a Decline here is for what only the arrays can tell.
         """
 
 
+_BACK_ENDS: dict[Device, str] = {
+    "cpu": "mlx_experts.engine.kernels.cpu.experts",
+    "cuda": "mlx_experts.engine.kernels.gpu.cuda",
+    "metal": "mlx_experts.engine.kernels.gpu.metal",
+}
+
+
 def fused_kernel(device: Device) -> FusedKernel:
     """The fused back-end of a device, imported on first use."""
-    return cast(FusedKernel, importlib.import_module(f"mlx_experts.engine.kernels.{device}"))
+    return cast(FusedKernel, importlib.import_module(_BACK_ENDS[device]))

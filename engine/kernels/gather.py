@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels.facts import Activation
-from mlx_experts.engine.kernels.pack import children, global_factor
+from mlx_experts.engine.kernels import activations
+from mlx_experts.engine.kernels.expert_weights import children, global_factor
+from mlx_experts.engine.kernels.request import Activation
 
 # From this many (row, expert) pairs on, mlx-lm's containers order the pairs by expert so that the gathered
 # products stream each expert once; the products take that order as a promise.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels.pack import PackedExperts, PackedShared, Stack
+from mlx_experts.engine.kernels import activations
+from mlx_experts.engine.kernels.expert_weights import ExpertWeights, SharedExpertWeights, Stack
 
 
 def dequantised(stack: Stack, expert: int) -> mx.array:
@@ -54,21 +54,21 @@ def _product(stack: Stack, expert: int, v: mx.array) -> mx.array:
     return y + bias[stack.first : stack.first + stack.projection.rows].astype(mx.float32)
 
 
-def _through(experts: PackedExperts, expert: int, x: mx.array) -> mx.array:
+def _through(experts: ExpertWeights, expert: int, x: mx.array) -> mx.array:
     """One expert's output for one row, float32."""
     gate = None if experts.gate is None else _product(experts.gate, expert, x)
     act = activations.apply(experts.activation, gate, _product(experts.up, expert, x))
     return _product(experts.down, expert, act)
 
 
-def shared_in_float32(shared: PackedShared, x: mx.array) -> mx.array:
+def shared_in_float32(shared: SharedExpertWeights, x: mx.array) -> mx.array:
     """The shared expert's output for one row ``[H]``, weighed by the sigmoid of its gate if it has one."""
     wide = x.astype(mx.float32)
     y = _through(shared.expert, 0, wide)
     return y if shared.gate is None else mx.sigmoid(_product(shared.gate, 0, wide)) * y
 
 
-def experts_in_float32(experts: PackedExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+def experts_in_float32(experts: ExpertWeights, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
     """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row, not yet rounded.
 
     A shared expert of the stacks is added, weighed by the sigmoid of its gate's row where it has one.
@@ -97,6 +97,6 @@ def experts_in_float32(experts: PackedExperts, x: mx.array, indices: mx.array, w
     return mx.stack(out).reshape(x.shape) if out else mx.zeros(x.shape, mx.float32)
 
 
-def experts(packed: PackedExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+def experts(packed: ExpertWeights, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
     """The same, rounded once to the dtype of ``x``."""
     return experts_in_float32(packed, x, indices, weights).astype(x.dtype)

@@ -1,22 +1,13 @@
-"""Our own odd pieces, filling the same hooks as anybody's plugin. One module, one piece."""
+"""Our own odd components, filling the same hooks as anybody's plugin. One module, one piece."""
 
-OFFERS: dict[str, tuple[str, str]] = {
-    "absorb": ("layout operation", "absorb_kv"),
+COMPONENTS: dict[str, tuple[str, str]] = {
     "block_sparse": ("mixer", "block_sparse"),
     "compressed_groups": ("cache", "compressed_groups"),
-    "dsa": ("mixer", "dsa"),
-    "gated_delta": ("mixer", "gated_delta"),
-    "kimi_delta": ("mixer", "kimi_delta"),
-    "lightning": ("mixer", "lightning"),
-    "mamba1": ("mixer", "mamba1"),
-    "mamba2": ("mixer", "mamba2"),
-    "mla": ("mixer", "mla"),
     "ngram_embedding": ("embedding", "ngram"),
     "normed_residual": ("block", "normed_residual"),
     "parallel_moe": ("block", "parallel_moe"),
-    "plain_muse_spark": ("stand-ins", "plain_muse_spark"),
+    "plain_muse_spark": ("fallbacks", "plain_muse_spark"),
     "shared_row": ("layout operation", "shared_row"),
-    "short_conv": ("mixer", "short_conv"),
     "shortcut": ("block", "shortcut"),
     "sparsemixer": ("selection", "sparsemixer"),
 }

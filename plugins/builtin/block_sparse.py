@@ -13,16 +13,16 @@ import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 from pydantic import Field
 
-from mlx_experts.engine.attention import Attention
-from mlx_experts.engine.modules import ZeroCentredRMSNorm
-from mlx_experts.engine.options import check_parts, mixer_options
-from mlx_experts.engine.shard import Group, share_of, spread_rows
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm
+from mlx_experts.engine.layers.options import check_parts, mixer_options
+from mlx_experts.engine.layers.tensor_parallel import Group, share_of, spread_rows
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import GqaSpec
-from mlx_experts.registry.values import Spec, Width
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
+from mlx_experts.registry.spec.family import GqaSpec
+from mlx_experts.registry.spec.values import Spec, Width
 
 
 class BlockSparseOptions(Spec):
@@ -150,6 +150,6 @@ class BlockSparseAttention(Attention):
 
 
 @hookimpl
-def offer_mixers() -> dict[str, Any]:
+def register_mixers() -> dict[str, Any]:
     """The mixer `block_sparse`."""
     return {"block_sparse": BlockSparseAttention}

@@ -50,6 +50,6 @@ setattr(mlx_lm_caches, CompressedGroupsCache.__name__, CompressedGroupsCache)
 
 
 @hookimpl
-def offer_caches() -> dict[str, Any]:
+def register_caches() -> dict[str, Any]:
     """The cache `compressed_groups`."""
     return {"compressed_groups": CompressedGroupsCache.instead_of}

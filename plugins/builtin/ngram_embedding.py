@@ -12,13 +12,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 from pydantic import Field
 
-from mlx_experts.engine.modules import look_up
-from mlx_experts.engine.options import read_options
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.module_tree import look_up
+from mlx_experts.engine.layers.options import read_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve import Plan
-from mlx_experts.registry.values import Count, Positive, Spec, Width
+from mlx_experts.registry.resolve.planner import Plan
+from mlx_experts.registry.spec.values import Count, Positive, Spec, Width
 
 
 class NgramOptions(Spec):
@@ -112,6 +112,6 @@ class NgramEmbedding(nn.Module):
 
 
 @hookimpl
-def offer_embeddings() -> dict[str, Any]:
+def register_embeddings() -> dict[str, Any]:
     """The embedding `ngram`."""
     return {"ngram": NgramEmbedding}

@@ -7,13 +7,13 @@ from typing import Any
 import mlx.core as mx
 from pydantic import Field
 
-from mlx_experts.engine.model import DecoderLayer
-from mlx_experts.engine.options import read_options
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.options import read_options
+from mlx_experts.engine.models.decoder import DecoderLayer
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
-from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.values import Num, Spec
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
+from mlx_experts.registry.spec.values import Num, Spec
 
 
 class Factors(Spec):
@@ -33,7 +33,7 @@ class NormedResidualOptions(Spec):
 class NormedResidualLayer(DecoderLayer):
     """``x = pre(x); x = a x + b mixer(x)``, and the same around the MLP.
 
-    Described in transformers' ``models/minimax/modeling_minimax.py`` (MiniMaxDecoderLayer).
+    LanguageModel in transformers' ``models/minimax/modeling_minimax.py`` (MiniMaxDecoderLayer).
 
     Args:
         layer: the layer's plan; the block's options are :class:`NormedResidualOptions`.
@@ -69,6 +69,6 @@ def _sum(factors: Factors, residual: mx.array, branch: mx.array) -> mx.array:
 
 
 @hookimpl
-def offer_blocks() -> dict[str, Any]:
+def register_blocks() -> dict[str, Any]:
     """The decoder layer `normed_residual`."""
     return {"normed_residual": NormedResidualLayer}

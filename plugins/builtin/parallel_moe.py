@@ -11,19 +11,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from pydantic import Field
 
-from mlx_experts.engine.activations import apply
-from mlx_experts.engine.attention import Attention
-from mlx_experts.engine.layer_inputs import SHARED
-from mlx_experts.engine.mlp import MLP, activation_of
-from mlx_experts.engine.model import layer_path, make_mixer
-from mlx_experts.engine.modules import find, make_norm, place
-from mlx_experts.engine.moe import MoE
-from mlx_experts.engine.options import read_options
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.kernels.activations import apply
+from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.mlp import MLP, activation_of
+from mlx_experts.engine.layers.module_tree import find, make_norm, place
+from mlx_experts.engine.layers.moe import MoE
+from mlx_experts.engine.layers.options import read_options
+from mlx_experts.engine.layers.per_layer_inputs import SHARED
+from mlx_experts.engine.models.decoder import layer_path, make_mixer
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
-from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.values import Bool, ModulePath, Spec
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
+from mlx_experts.registry.spec.values import Bool, ModulePath, Spec
 
 
 class ParallelMoeOptions(Spec):
@@ -41,7 +41,7 @@ class ParallelMoeOptions(Spec):
 class Frame(nn.Module):
     """What layers with and without experts share; `feed` tells them apart.
 
-    Described in transformers' ``models/gemma4/modeling_gemma4.py`` (Gemma4TextDecoderLayer).
+    LanguageModel in transformers' ``models/gemma4/modeling_gemma4.py`` (Gemma4TextDecoderLayer).
     """
 
     def frame(self, layer: LayerPlan, plan: Plan) -> ParallelMoeOptions:
@@ -151,6 +151,6 @@ def make_layer(layer: LayerPlan, plan: Plan, fused: bool | None) -> Frame:
 
 
 @hookimpl
-def offer_blocks() -> dict[str, Any]:
+def register_blocks() -> dict[str, Any]:
     """The decoder layer `parallel_moe`."""
     return {"parallel_moe": make_layer}

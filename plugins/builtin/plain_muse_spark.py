@@ -146,7 +146,7 @@ class PlainTextModel(muse_spark.MuseSparkTextModel):  # type: ignore[misc]
 
 
 @hookimpl
-def offer_stand_ins() -> dict[str, Any]:
+def register_fallbacks() -> dict[str, Any]:
     """The stand-ins `plain_muse_spark`."""
     functions = (
         expert_routing,

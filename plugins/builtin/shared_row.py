@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_experts.engine.layout import StaysInPlace, Tensors, Tree, fill, put
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.layers.options import read_options
+from mlx_experts.engine.weights.tensor_tree import StaysInPlace, Tensors, Tree, fill, put
 from mlx_experts.plugins.hookspecs import hookimpl
-from mlx_experts.registry.values import Spec
+from mlx_experts.registry.spec.values import Spec
 
 
 class SharedRowOptions(Spec):
@@ -59,6 +59,6 @@ def make_shared_row(source: str, options: Mapping[str, Any]) -> SharedRowOperati
 
 
 @hookimpl
-def offer_layout_operations() -> dict[str, Any]:
+def register_conversions() -> dict[str, Any]:
     """The operation `shared_row`."""
     return {"shared_row": make_shared_row}

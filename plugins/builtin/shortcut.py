@@ -9,16 +9,16 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 from pydantic import Field
 
-from mlx_experts.engine.mlp import MLP, activation_of
-from mlx_experts.engine.model import make_mixer, make_mlp
-from mlx_experts.engine.modules import find, make_norm, place
-from mlx_experts.engine.options import read_options
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.mlp import MLP, activation_of
+from mlx_experts.engine.layers.module_tree import find, make_norm, place
+from mlx_experts.engine.layers.options import read_options
+from mlx_experts.engine.models.decoder import make_mixer, make_mlp
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
-from mlx_experts.registry.resolve import LayerPlan, Plan
-from mlx_experts.registry.schema import DenseSpec
-from mlx_experts.registry.values import Spec
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
+from mlx_experts.registry.spec.family import DenseSpec
+from mlx_experts.registry.spec.values import Spec
 
 _HALVES = 2
 
@@ -32,7 +32,7 @@ class ShortcutOptions(Spec):
 class ShortcutLayer(nn.Module):
     """Two pre-norm halves; the experts read the first half's MLP input and are added at the end.
 
-    Described in the LongCat-Flash report (2025), section 2.1, and in transformers'
+    LanguageModel in the LongCat-Flash report (2025), section 2.1, and in transformers'
     ``models/longcat_flash/modeling_longcat_flash.py``. Mixers, MLPs and norms stand in lists under the
     names that the family gives a single one.
 
@@ -88,6 +88,6 @@ class ShortcutLayer(nn.Module):
 
 
 @hookimpl
-def offer_blocks() -> dict[str, Any]:
+def register_blocks() -> dict[str, Any]:
     """The decoder layer `shortcut`."""
     return {"shortcut": ShortcutLayer}

@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 from pydantic import Field
 
-from mlx_experts.engine.options import read_options
+from mlx_experts.engine.layers.options import read_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.values import Num, Spec
+from mlx_experts.registry.spec.values import Num, Spec
 
 
 class SparseMixerOptions(Spec):
@@ -62,6 +62,6 @@ def sparsemixer(*, logits: mx.array, top_k: int, options: Mapping[str, Any]) -> 
 
 
 @hookimpl
-def offer_router_selections() -> dict[str, Any]:
+def register_router_selections() -> dict[str, Any]:
     """The selection of Phi-3.5-MoE."""
     return {"sparsemixer": sparsemixer}

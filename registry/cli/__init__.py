@@ -21,7 +21,6 @@ from mlx_experts.registry.cli import (
     bench,
     check,
     diff,
-    docs,
     draft,
     generate,
     inspect,
@@ -32,7 +31,7 @@ from mlx_experts.registry.cli import (
     tune,
 )
 from mlx_experts.registry.cli.common import versions
-from mlx_experts.registry.command import INTERRUPTED
+from mlx_experts.registry.cli.entry import INTERRUPTED
 from mlx_experts.registry.errors import RegistryError
 
 app = typer.Typer(
@@ -53,7 +52,6 @@ for name, module in (
     ("bench", bench.bench),
     ("generate", generate.generate),
     ("schema", schema.schema),
-    ("docs", docs.docs),
 ):
     app.command(name)(module)
 

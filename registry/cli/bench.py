@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mlx_experts.registry.catalog.public_shapes import Shape, select
 from mlx_experts.registry.cli.common import Json, print_json, print_table
 from mlx_experts.registry.cli.progress import track
-from mlx_experts.registry.shapes import Shape, select
 
 if TYPE_CHECKING:
-    from mlx_experts.engine.measure import Result, Storage
+    from mlx_experts.engine.tools.bench_experts import Result, Storage
 
 COLUMNS = ("fused µs", "ratio", "± %", "GB/s", "of read", "errors")
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "plain"]
@@ -55,10 +55,10 @@ def bench(
         _decode(model, tokens, rounds, json)
         return
     if plot is not None:
-        from mlx_experts.registry.plot import check_plot
+        from mlx_experts.registry.cli.plot import check_plot
 
         check_plot(plot)
-    from mlx_experts.engine import measure
+    from mlx_experts.engine.tools import bench_experts as measure
 
     storage = measure.storage_of(mode, bits, group_size)
     chosen = select(families or [])
@@ -82,7 +82,7 @@ def bench(
         columns = ("family", "H", "F", "E", "k", f"{baseline} µs", *COLUMNS)
         print_table("", columns, [_row(s, r, bandwidth) for s, r in results])
     if plot is not None:
-        from mlx_experts.registry.plot import draw
+        from mlx_experts.registry.cli.plot import draw
 
         draw(plot, [(s.family, s.width, r.ratio, r.noise) for s, r in results], str(about["device"]))
 
@@ -124,8 +124,8 @@ def _decode(model: str, tokens: int, rounds: int, json: bool) -> None:
     import mlx.core as mx
 
     from mlx_experts import load
-    from mlx_experts.engine import measure
-    from mlx_experts.engine.decoding import compare_decoding
+    from mlx_experts.engine.tools import bench_experts as measure
+    from mlx_experts.engine.tools.bench_decode import compare_decoding
 
     loaded, tokenizer = load(model)
     prompt = mx.array(tokenizer.encode("The experts of this layer are"))

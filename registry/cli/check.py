@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_experts.registry.catalog import Catalog
-from mlx_experts.registry.check import FastReport, check_fast
+from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.checks.static_check import FastReport, check_fast
 from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json, print_table
 from mlx_experts.registry.cli.progress import track
 from mlx_experts.registry.errors import CheckFailed
@@ -66,7 +66,7 @@ def check(
 
 
 def _run(catalog: Catalog, report: FastReport, quiet: bool) -> list[dict[str, Any]]:
-    from mlx_experts.engine.selfcheck import check_family
+    from mlx_experts.engine.tools.family_check import check_family
 
     rows = []
     good = [name for name in report.families if name not in report.problems]
@@ -91,7 +91,7 @@ def _run(catalog: Catalog, report: FastReport, quiet: bool) -> list[dict[str, An
 
 
 def _record(path: Path, catalog: Catalog, rows: list[dict[str, Any]]) -> None:
-    from mlx_experts.registry import evidence
+    from mlx_experts.registry.checks import evidence
     from mlx_experts.registry.cli.common import versions
 
     kept = {
@@ -112,7 +112,7 @@ def _record(path: Path, catalog: Catalog, rows: list[dict[str, Any]]) -> None:
 
 
 def _device() -> str:
-    from mlx_experts.engine.device_check import verdict
+    from mlx_experts.engine.tools.device_check import verdict
 
     return str(verdict())
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_experts.plugins.manager import family_folders
-from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.catalog.catalog import Catalog
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Families = Annotated[

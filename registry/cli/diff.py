@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json
-from mlx_experts.registry.words import difference, sentence
+from mlx_experts.registry.spec.describe import difference, sentence
 
 
 def diff(

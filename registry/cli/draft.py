@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json
 from mlx_experts.registry.errors import SettingError
-from mlx_experts.registry.words import sentence
+from mlx_experts.registry.spec.describe import sentence
 
 
 def draft(
@@ -39,8 +39,8 @@ def draft(
     catalog = open_catalog(families)
     for name in without or ():
         catalog.path(name)
-    from mlx_experts.engine.drafting import draft_family
-    from mlx_experts.registry.hub import local_folder, remote_checkpoint
+    from mlx_experts.engine.tools.draft import draft_family
+    from mlx_experts.registry.checkpoint.hub import local_folder, remote_checkpoint
 
     folder = local_folder(checkpoint)
     opened = Checkpoint.open(folder, complete=False) if folder else remote_checkpoint(checkpoint, revision)

@@ -11,7 +11,7 @@ from mlx_experts.registry.cli.common import Families, Json, console, open_catalo
 from mlx_experts.registry.errors import SettingError
 
 if TYPE_CHECKING:
-    from mlx_experts.engine.inspection import Inspection
+    from mlx_experts.engine.tools.inspect import Inspection
 
 
 def inspect(
@@ -31,9 +31,9 @@ def inspect(
         raise SettingError("--context must be at least 1", found=str(context))
     catalog = open_catalog(families)
     forced = catalog.load(family) if family is not None else None
-    from mlx_experts.engine.inspection import inspect_checkpoint
-    from mlx_experts.registry.checkpoint import Checkpoint
-    from mlx_experts.registry.hub import local_folder, remote_checkpoint
+    from mlx_experts.engine.tools.inspect import inspect_checkpoint
+    from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+    from mlx_experts.registry.checkpoint.hub import local_folder, remote_checkpoint
 
     folder = local_folder(checkpoint)
     opened = Checkpoint.open(folder, complete=False) if folder else remote_checkpoint(checkpoint, revision)

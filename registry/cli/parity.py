@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_experts.registry import evidence
-from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.checks import evidence
 from mlx_experts.registry.cli.common import (
     Families,
     Json,
@@ -54,7 +54,7 @@ def parity(
     wanted = catalog.names() if every else list(names or [])
     if not wanted:
         raise SettingError("nothing to compare", expected="FAMILY, --all or --checkpoint PATH")
-    from mlx_experts.engine.parity import ExpertParity, synthetic_parity
+    from mlx_experts.engine.tools.parity import ExpertParity, synthetic_parity
 
     rows: list[ExpertParity] = []
     for name in track(wanted, "comparing", len(wanted), json):
@@ -95,8 +95,8 @@ def parity(
 
 
 def _checkpoint(checkpoint: str, reference: str, families: tuple[Path, ...], json: bool) -> None:
-    from mlx_experts.engine.parity import CheckpointParity, against_arrays, against_mlx_lm
-    from mlx_experts.registry.hub import resolve_path
+    from mlx_experts.engine.tools.parity import CheckpointParity, against_arrays, against_mlx_lm
+    from mlx_experts.registry.checkpoint.hub import resolve_path
 
     folder = resolve_path(checkpoint)
 
@@ -119,7 +119,7 @@ def _checkpoint(checkpoint: str, reference: str, families: tuple[Path, ...], jso
 
 
 def _originals(folder: Path, path: Path | None, catalog: Catalog, json: bool) -> None:
-    from mlx_experts.engine.originals import all_views, measure_view
+    from mlx_experts.engine.tools.reference_cases import all_views, measure_view
 
     views = all_views(folder)
     if not views:

@@ -10,6 +10,6 @@ def schema(json: Json = True) -> None:
 
     Example: registry schema > family.schema.json
     """
-    from mlx_experts.registry.json_schema import family_schema
+    from mlx_experts.registry.spec.json_schema import family_schema
 
     print_json(family_schema())

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from mlx_experts.registry.catalog.public_shapes import Shape, select
 from mlx_experts.registry.cli.common import Json, print_json, print_table
 from mlx_experts.registry.cli.progress import track
-from mlx_experts.registry.shapes import Shape, select
 
 
 def tune(
@@ -26,9 +26,9 @@ def tune(
 
     Example: registry tune
     """
-    from mlx_experts.engine import measure
-    from mlx_experts.engine import tune as kept
-    from mlx_experts.engine.dispatch import current_device
+    from mlx_experts.engine.dispatch import tuning_cache as kept
+    from mlx_experts.engine.dispatch.expert_dispatch import current_device
+    from mlx_experts.engine.tools import bench_experts as measure
 
     chosen = select(families or [])
     by_width: dict[str, Shape] = {str(s.width): s for s in sorted(chosen, key=lambda s: s.width)}

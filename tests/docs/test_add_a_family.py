@@ -58,7 +58,7 @@ def test_the_new_family_matches_the_original(folder: Path) -> None:
     families.mkdir()
     yaml = next(text for kind, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind == "yaml")
     (families / "birch_moe.yaml").write_text(yaml)
-    from mlx_experts.engine.parity import against_arrays
+    from mlx_experts.engine.tools.parity import against_arrays
 
     result = against_arrays(folder / "mystery", folder / "answers.npz", (families,))
     assert result.logits < 1e-5

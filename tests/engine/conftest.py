@@ -10,8 +10,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.trace import trace
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.kernels import activations
 
 
 @dataclass(frozen=True)

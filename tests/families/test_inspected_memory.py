@@ -9,14 +9,14 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.engine.loading import load_model, save_model
-from mlx_experts.engine.originals import View, all_views
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.registry.catalog import Catalog
-from mlx_experts.registry.checkpoint import Checkpoint
-from mlx_experts.registry.schema import Family
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.engine.loading.api import load_model, save_model
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.engine.tools.reference_cases import View, all_views
+from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.family import Family
 
 CASES = Path(__file__).parent.parent / "cases"
 

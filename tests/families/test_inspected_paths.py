@@ -8,14 +8,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.engine.kernels import cpu
-from mlx_experts.engine.kernels.facts import Decline
-from mlx_experts.engine.loading import load_model
-from mlx_experts.engine.originals import View, all_views
-from mlx_experts.engine.trace import trace
-from mlx_experts.registry.catalog import Catalog
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.loading.api import load_model
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.engine.tools.reference_cases import View, all_views
+from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 
 CASES = Path(__file__).parent.parent / "cases"
 HUB = [view for view in all_views(CASES) if view.name == "hub"]

@@ -16,9 +16,9 @@ from mlx_lm.utils import load_model as load_mlx_lm_model
 from mlx_lm.utils import save_model as save_mlx_lm_model
 
 import mlx_experts
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.originals import View, all_views
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.tools.reference_cases import View, all_views
 from mlx_experts.registry.errors import UnknownFamilyError
 
 
@@ -117,7 +117,7 @@ def test_mlx_lms_own_loader_takes_our_classes() -> None:
 
 
 def test_quantised_kv_cache_follows_the_full_one() -> None:
-    from mlx_experts.registry.synthetic import tiny_config
+    from mlx_experts.registry.resolve.tiny_config import tiny_config
 
     family = catalog().load("qwen3_moe")
     model = build_tiny(family, tiny_config(family))

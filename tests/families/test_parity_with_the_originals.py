@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_experts.engine.kernels import cpu
-from mlx_experts.engine.originals import TOLERANCE, View, all_views, measure_view
-from mlx_experts.engine.trace import trace
-from mlx_experts.registry.catalog import Catalog
-from mlx_experts.registry.resolve import resolve
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.tools.reference_cases import TOLERANCE, View, all_views, measure_view
+from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.resolve.planner import resolve
 
 CASES = Path(__file__).parent.parent / "cases"
 

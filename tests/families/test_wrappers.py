@@ -10,13 +10,13 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import save_config
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.engine.loading import load_with_report
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.loading.api import load_with_report
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import TensorError
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 # By model type, names that released files, transformers' own and MLX conversions have beside the text model.
 TOWERS = {

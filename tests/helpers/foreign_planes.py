@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine.encodings import decode_encodings
+from mlx_experts.engine.weights.dequantize import decode_encodings
 from mlx_experts.registry.errors import QuantizationError
 
 GATE = "model.layers.0.mlp.experts.3.gate_proj"

@@ -40,13 +40,13 @@ def run(site: Path, code: str, **environment: str) -> subprocess.CompletedProces
 LIST = "from mlx_experts.registry.cli import run; raise SystemExit(run(['list', '--json']))"
 BUILD = """
 import mlx.core as mx
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.selfcheck import check_family
-from mlx_experts.plugins.manager import pieces
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import check_family
+from mlx_experts.plugins.manager import components
 report = check_family(catalog().load("example_even_moe"))
 assert report.ok, report.steps
 assert report.fused == report.moe_layers > 0
-print(pieces().names("selection")["sparsemixer"])
+print(components().names("selection")["sparsemixer"])
 """
 
 

@@ -1,4 +1,4 @@
-"""Conflicts between plugins, unknown pieces, and the documentation of every hook."""
+"""Conflicts between plugins, unknown components, and the documentation of every hook."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import Any
 import pluggy
 import pytest
 
-from mlx_experts.engine import activations
+from mlx_experts.engine.kernels import activations
 from mlx_experts.plugins import hookspecs
 from mlx_experts.plugins.hookspecs import Override, hookimpl
-from mlx_experts.plugins.manager import KINDS, Pieces, PluginProblem, offered, pieces
-from mlx_experts.registry.vocabulary import ACTIVATIONS, CONFIG_NAMES
+from mlx_experts.plugins.manager import KINDS, Components, PluginProblem, components, registered
+from mlx_experts.registry.checks.known_names import ACTIVATIONS, CONFIG_NAMES
 
 ROOT = Path(__file__).parent.parent.parent
-HOOKS = [n for n, _ in inspect.getmembers(hookspecs, inspect.isfunction) if n.startswith(("add_", "offer_"))]
+HOOKS = [
+    n for n, _ in inspect.getmembers(hookspecs, inspect.isfunction) if n.startswith(("add_", "register_"))
+]
 
 
 def plugin(hook: str, offers: dict[str, Any]) -> SimpleNamespace:
@@ -32,12 +34,12 @@ def plugin(hook: str, offers: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{hook: hookimpl(implementation)})
 
 
-def collect(**plugins: SimpleNamespace) -> Pieces:
+def collect(**plugins: SimpleNamespace) -> Components:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for name, each in plugins.items():
         manager.register(each, name=name)
-    return Pieces(manager)
+    return Components(manager)
 
 
 @pytest.mark.parametrize("hook", sorted(KINDS.values()))
@@ -58,8 +60,8 @@ def test_two_plugins_with_one_name_are_an_error_naming_both(hook: str) -> None:
 @pytest.mark.parametrize("first", ["one", "two"])
 def test_an_override_wins_in_either_order(first: str) -> None:
     both = {
-        "one": plugin("offer_mixers", {"thing": 1}),
-        "two": plugin("offer_mixers", {"thing": Override(2)}),
+        "one": plugin("register_mixers", {"thing": 1}),
+        "two": plugin("register_mixers", {"thing": Override(2)}),
     }
     second = "two" if first == "one" else "one"
     assert collect(**{first: both[first], second: both[second]}).get("mixer", "thing") == 2
@@ -68,21 +70,21 @@ def test_an_override_wins_in_either_order(first: str) -> None:
 def test_two_overrides_of_one_name_are_an_error() -> None:
     with pytest.raises(PluginProblem, match="both offer"):
         collect(
-            one=plugin("offer_mixers", {"thing": 1}),
-            two=plugin("offer_mixers", {"thing": Override(2)}),
-            three=plugin("offer_mixers", {"thing": Override(3)}),
+            one=plugin("register_mixers", {"thing": 1}),
+            two=plugin("register_mixers", {"thing": Override(2)}),
+            three=plugin("register_mixers", {"thing": Override(3)}),
         )
 
 
 RACE = """
 import sys, threading
-import mlx_experts.engine.model
-from mlx_experts.plugins.manager import pieces
+import mlx_experts.engine.models.decoder
+from mlx_experts.plugins.manager import components
 sys.setswitchinterval(1e-6)
 start, found = threading.Barrier(4), []
 def ask():
     start.wait()
-    found.append(pieces())
+    found.append(components())
 threads = [threading.Thread(target=ask) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -97,7 +99,7 @@ def test_threads_that_ask_first_at_once_get_the_same_pieces() -> None:
 
 def test_unknown_piece_names_the_nearest() -> None:
     with pytest.raises(PluginProblem, match="did you mean 'sparsemixer'"):
-        pieces().selection("sparsemixr")
+        components().selection("sparsemixr")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -111,10 +113,10 @@ def test_every_hook_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_the_names_that_are_known_without_the_engine_are_those_that_are_offered(kind: str) -> None:
-    assert offered(kind) == set(pieces().names(kind))
+def test_the_names_that_are_known_without_the_engine_are_those_that_are_registered(kind: str) -> None:
+    assert registered(kind) == set(components().names(kind))
 
 
 def test_the_activations_that_are_known_without_the_engine_are_those_that_it_has() -> None:
-    assert set(ACTIVATIONS) == set(activations.names()) - offered("activation")
+    assert set(ACTIVATIONS) == set(activations.names()) - registered("activation")
     assert set(CONFIG_NAMES.values()) <= set(ACTIVATIONS)

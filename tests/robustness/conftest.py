@@ -16,15 +16,15 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.load import LoadReport
-from mlx_experts.engine.loading import load_with_report
-from mlx_experts.engine.model import Model
-from mlx_experts.engine.moe import MoE
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.engine.trace import trace
-from mlx_experts.registry.synthetic import tiny_config
-from mlx_experts.registry.values import Ref
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.layers.moe import MoE
+from mlx_experts.engine.loading.api import load_with_report
+from mlx_experts.engine.loading.checkpoint_loader import LoadReport
+from mlx_experts.engine.models.decoder import Model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.values import Ref
 
 Tensors = dict[str, mx.array]
 

@@ -14,11 +14,11 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.loading import put_adapters, save_model
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.loading.api import put_adapters, save_model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import CheckpointError
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 SETTINGS = {"rank": 2, "scale": 4.0, "dropout": 0.0}

@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine.attention import Attention
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.rope import Rope
-from mlx_experts.registry.resolve import RopePlan
+from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.rope import Rope
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.registry.resolve.planner import RopePlan
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 

@@ -10,11 +10,11 @@ import pytest
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from mlx_experts.engine import generation
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.trace import trace
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.loading import generate as generation
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.errors import SettingError
-from mlx_experts.registry.schema import GqaSpec
+from mlx_experts.registry.spec.family import GqaSpec
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 
@@ -36,15 +36,15 @@ def ids(model: Any, count: int, rows: int = 1) -> mx.array:
 @pytest.mark.report("CCH-01", "CCH-03")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_past_a_window_or_a_chunk_give_what_the_whole_gives(name: str, lab: Any) -> None:
-    """24 tokens over windows and chunks of at most 8: one by one, and in two pieces."""
+    """24 tokens over windows and chunks of at most 8: one by one, and in two components."""
     model, _ = lab.tiny(name)
     assert all(each <= 8 for each in bounds(model))
     tokens = ids(model, 24)
     want = np.array(model(tokens))
     for cuts in (range(1, 24), (9,)):
         cache = make_prompt_cache(model)
-        pieces = [model(part, cache=cache) for part in mx.split(tokens, list(cuts), axis=1)]
-        assert lab.distance(np.array(mx.concatenate(pieces, axis=1)), want) < 1e-4
+        components = [model(part, cache=cache) for part in mx.split(tokens, list(cuts), axis=1)]
+        assert lab.distance(np.array(mx.concatenate(components, axis=1)), want) < 1e-4
 
 
 @pytest.mark.report("CCH-03")

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.layout_operations import ConvOperation
-from mlx_experts.engine.loading import save_model
+from mlx_experts.engine.loading.api import save_model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.weights.conversion_ops import ConvOperation
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 OFFSET = [name for name in FAMILIES if catalog().load(name).norm.offset == "load"]
@@ -19,10 +19,10 @@ OFFSET = [name for name in FAMILIES if catalog().load(name).norm.offset == "load
 def kernels(model: Any) -> list[str]:
     """Names in the tree of the convolutions that original files turn."""
     found = []
-    for op in model.carrier.ops:
+    for op in model.converter.ops:
         if isinstance(op, ConvOperation):
             names = [op.target.replace("{layer}", str(i)) for i in range(model.args.plan.sizes.num_layers)]
-            found += [name for name in names if name in model.carrier.tree.shapes]
+            found += [name for name in names if name in model.converter.tree.shapes]
     return found
 
 
@@ -39,9 +39,9 @@ def test_an_original_is_shifted_and_a_conversion_that_keeps_its_prediction_head_
 ) -> None:
     model, config = lab.tiny(name)
     want = lab.parameters(model)
-    converted = model.carrier.written(want) | head(model)
-    original = model.carrier.save(want, 0) | head(model)
-    norms = [n for n in want if model.carrier._is_centred_norm(n)]
+    converted = model.converter.written(want) | head(model)
+    original = model.converter.save(want, 0) | head(model)
+    norms = [n for n in want if model.converter._is_centred_norm(n)]
     assert norms
     assert sum(mx.array_equal(original.get(n, mx.array(0)), want[n]).item() for n in norms) == 0
     for label, tensors in (("converted", converted), ("original", original)):
@@ -59,13 +59,13 @@ def test_the_kernels_tell_an_original_even_where_experts_were_rearranged(
     """Experts one by one beside converted kernels are no original; stacked ones beside raw kernels are."""
     model, config = lab.tiny(name)
     want = lab.parameters(model)
-    raw = model.carrier.save(want, 0)
-    tree = model.carrier.written(want)
+    raw = model.converter.save(want, 0)
+    tree = model.converter.written(want)
     tensors = dict(tree)
     if turned:
         for kernel in kernels(model):
             tensors[kernel] = tensors[kernel].swapaxes(1, 2)
-        tensors |= {n: v - 1.0 for n, v in tree.items() if model.carrier._is_centred_norm(n)}
+        tensors |= {n: v - 1.0 for n, v in tree.items() if model.converter._is_centred_norm(n)}
     else:
         tensors = {n: v for n, v in tensors.items() if "switch_mlp" not in n}
         tensors |= {n: v for n, v in raw.items() if ".experts." in n}

@@ -12,11 +12,11 @@ from mlx_lm import utils
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
-from mlx_experts.engine import activations, measure
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.kernels import gather
-from mlx_experts.engine.loading import save_model
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.kernels import activations, gather
+from mlx_experts.engine.loading.api import save_model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools import bench_experts as measure
+from mlx_experts.engine.tools.family_check import build_tiny
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 

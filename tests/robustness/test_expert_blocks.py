@@ -12,13 +12,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.dispatch import ExpertDispatch
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.loading import save_model
-from mlx_experts.engine.modules import find
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
+from mlx_experts.engine.kernels import activations
+from mlx_experts.engine.layers.module_tree import find
+from mlx_experts.engine.loading.api import save_model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 ZERO = [name for name in FAMILIES if "zero_expert" in str(catalog().load(name).moe.experts.zero_experts)]

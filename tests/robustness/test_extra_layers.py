@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import ConfigError, TensorError
-from mlx_experts.registry.layouts import PerExpert
-from mlx_experts.registry.resolve import resolve
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.checkpoint import PerExpert
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 PAST_THE_END = [name for name in FAMILIES if catalog().load(name).layouts.drop_extra_layers]
@@ -64,13 +64,13 @@ def spelled(model: Any, tensors: dict[str, mx.array], spelling: str) -> dict[str
 
 def one_by_one(lab: Any, model: Any) -> dict[str, mx.array]:
     """Tensors of the last layer, its experts in another layout than the trunk's where the family has one."""
-    last = f"{model.carrier.layers}.{model.plan.sizes.num_layers - 1}."
+    last = f"{model.converter.layers}.{model.plan.sizes.num_layers - 1}."
     params = lab.parameters(model)
-    index = next((i for i, e in enumerate(model.carrier.spec.experts) if isinstance(e, PerExpert)), None)
-    stack = model.carrier.stack(model.plan.sizes.num_layers - 1)
+    index = next((i for i, e in enumerate(model.converter.spec.experts) if isinstance(e, PerExpert)), None)
+    stack = model.converter.stack(model.plan.sizes.num_layers - 1)
     if index is None or stack is None:
         return {n: v for n, v in params.items() if n.startswith(last)}
-    layout = model.carrier.spec.experts[index]
+    layout = model.converter.spec.experts[index]
     own = {n: v for n, v in params.items() if n.startswith(last) and not n.startswith(stack.container)}
     whole = params[f"{stack.module(-1)}.weight"]
     for e in range(stack.experts):
@@ -88,7 +88,7 @@ def test_layers_past_the_last_one_are_dropped_and_counted_in_every_spelling(name
     wrapped = prefix.count(".") > 1
     for spelling in [None, *(SPELLINGS if wrapped else ())]:
         extra = head if spelling is None else spelled(model, head, spelling)
-        carried = model.carry({**lab.parameters(model), **extra})
+        carried = model.convert({**lab.parameters(model), **extra})
         assert lab.same(carried.tensors, lab.parameters(model)) == [], spelling
         assert sum(carried.dropped.values()) == len(head)
         assert any("past the last layer" in rule for rule in carried.dropped)
@@ -106,7 +106,7 @@ def test_prediction_heads_are_dropped_by_their_declared_rule(name: str, rule: st
         for e in range(4)
         for leaf in ("gate_proj.weight", "gate_proj.scales")
     }
-    carried = model.carry({**lab.parameters(model), **head})
+    carried = model.convert({**lab.parameters(model), **head})
     assert lab.same(carried.tensors, lab.parameters(model)) == []
     assert carried.dropped[rule] == len(head)
 
@@ -157,7 +157,7 @@ def test_towers_are_dropped_by_name_and_wrappers_stay_with_the_text(
     model, _ = lab.tiny(name)
     towers = {f"{t}.blocks.0.attn.qkv.weight": mx.ones((6, 2)) for t in TOWERS[name]}
     disk = {**spelled(model, lab.parameters(model), spelling), **towers}
-    carried = model.carry(disk)
+    carried = model.convert(disk)
     odd = lab.same(carried.tensors, lab.parameters(model))
     # The originals' zero-centred norms are read as such.
     centred = model.plan.family.norm.offset == "load" and spelling == "outer"
@@ -206,14 +206,14 @@ def test_every_family_takes_a_number_of_experts_for_each_layer(name: str) -> Non
 def test_pruned_layers_load_in_every_layout_and_run(name: str, lab: Any, tmp_path: Path) -> None:
     config, want = layered(name)
     model, config = lab.tiny(name, config)
-    for index, layout in enumerate(model.carrier.spec.experts):
+    for index, layout in enumerate(model.converter.spec.experts):
         if getattr(layout, "packed", None):
             continue
-        disk = model.carrier.save(lab.parameters(model), index)
+        disk = model.converter.save(lab.parameters(model), index)
         loaded, _, _ = lab.load(lab.write(tmp_path / str(index), disk, config))
         assert lab.distance(lab.logits(loaded), lab.logits(model)) < 1e-6
         stacks = [
-            lab.parameters(loaded)[f"{loaded.carrier.stack(i).module(-1)}.weight"]
+            lab.parameters(loaded)[f"{loaded.converter.stack(i).module(-1)}.weight"]
             for i in model.plan.moe_layers
         ]
         assert [stack.shape[0] for stack in stacks] == want
@@ -225,7 +225,7 @@ def test_a_router_with_other_rows_than_its_stack_is_refused(lab: Any, tmp_path: 
     model, config = lab.tiny("mixtral", {"num_local_experts": 4})
     pruned, _ = lab.tiny("mixtral", {"num_local_experts": [4, 2, 4, 4]})
     for index in (0, 1):
-        disk = pruned.carrier.save(lab.parameters(pruned), index)
+        disk = pruned.converter.save(lab.parameters(pruned), index)
         with pytest.raises(TensorError) as caught:
             lab.load(lab.write(tmp_path / str(index), disk, config))
         assert "layers.1." in str(caught.value)

@@ -12,11 +12,11 @@ import pytest
 from foreign_encoders import Encoder, Planes, compressed, integers, nvfp4
 
 from mlx_experts import save_model
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.packed import NVFP4_RANGE
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.weights.packed import NVFP4_RANGE
 from mlx_experts.registry.errors import QuantizationError
-from mlx_experts.registry.layouts import PerExpert
+from mlx_experts.registry.spec.checkpoint import PerExpert
 
 
 def gptq(bits: int, group: int) -> Encoder:
@@ -49,9 +49,9 @@ def encoded(disk: Planes, encode: Encoder, only: Callable[[str], bool]) -> tuple
 def one_by_one(lab: Any, name: str, stated: dict[str, Any] | None = None) -> tuple[Planes, dict[str, Any]]:
     """A tiny checkpoint with an expert a tensor, and its config."""
     model, config = lab.tiny(name, stated)
-    experts = model.carrier.spec.experts
+    experts = model.converter.spec.experts
     index = next(i for i, e in enumerate(experts) if isinstance(e, PerExpert) and not e.fused)
-    return model.carrier.save(lab.parameters(model), index), config
+    return model.converter.save(lab.parameters(model), index), config
 
 
 @pytest.mark.report("QNT-16")
@@ -105,7 +105,7 @@ def test_gate_and_up_keep_scales_of_their_own_one_by_one(name: str, lab: Any, tm
 def test_a_fused_stack_is_cut_with_its_scales(apart: bool, lab: Any, tmp_path: Path) -> None:
     """[experts, 2] scales, one for each half, or [experts, 1] for both."""
     model, config = lab.tiny("qwen3_5_moe")
-    disk = model.carrier.save(lab.parameters(model), 1)
+    disk = model.converter.save(lab.parameters(model), 1)
     values = dict(disk)
     for name in [n for n in disk if n.endswith("experts.gate_up_proj")]:
         weight = disk.pop(name)
@@ -196,7 +196,7 @@ def test_wrapped_nvfp4_stacks_load_split_and_fused_gate_first(fused: bool, lab: 
     model = build_tiny(catalog().load("laguna"), config)
     params = lab.parameters(model)
     i = model.plan.moe_layers[0]
-    stack = model.carrier.stack(i)
+    stack = model.converter.stack(i)
     planes: Planes = {}
     for leaf in (0, 1, -1):
         packed, scales = mx.quantize(params.pop(f"{stack.module(leaf)}.weight"), mode="nvfp4")
@@ -210,4 +210,4 @@ def test_wrapped_nvfp4_stacks_load_split_and_fused_gate_first(fused: bool, lab: 
             whole = mx.concatenate(parts, axis=1)
             assert whole.shape == (2, 32, last)
             disk[f"language_model.{stack.container}.gate_up_proj.{plane}"] = whole
-    assert lab.same(model.carry(disk).tensors, {**params, **planes}) == []
+    assert lab.same(model.convert(disk).tensors, {**params, **planes}) == []

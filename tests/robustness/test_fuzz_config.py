@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.engine.loading import load_model
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.loading.api import load_model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import RegistryError
-from mlx_experts.registry.synthetic import config_keys
+from mlx_experts.registry.resolve.tiny_config import config_keys
 
 FAMILIES = [
     name

@@ -17,13 +17,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.plugins.manager import PluginProblem
-from mlx_experts.registry.catalog import Catalog
-from mlx_experts.registry.check import check_fast
+from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.checks.static_check import check_fast
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import RegistryError
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "families").glob("*.yaml"))}

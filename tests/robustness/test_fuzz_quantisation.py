@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.engine.loading import load_model
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.loading.api import load_model
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import RegistryError
 
 MODES = {"affine": (4, 32), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}

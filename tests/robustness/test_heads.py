@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.families import catalog
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.errors import TensorError
-from mlx_experts.registry.values import Ref
+from mlx_experts.registry.spec.values import Ref
 
 
 def _tied(name: str) -> dict[str, Any] | None:

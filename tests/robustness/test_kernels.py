@@ -13,15 +13,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
 
-from mlx_experts.engine import activations, dispatch, probe
-from mlx_experts.engine.dispatch import ExpertDispatch
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.kernels import cpu, gather, naive, pack
-from mlx_experts.engine.kernels.source import text
-from mlx_experts.engine.policy import WIDTH_BOUND
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.engine.trace import trace
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.engine.dispatch import expert_dispatch as dispatch
+from mlx_experts.engine.dispatch import verify
+from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
+from mlx_experts.engine.dispatch.policy import WIDTH_BOUND
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.kernels import activations, expert_weights, gather, naive
+from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.gpu.source import text
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 SWIGLU = activations.make("swiglu")
@@ -70,7 +72,7 @@ def distance(got: mx.array, want: mx.array) -> float:
 
 
 def truth(container: nn.Module, *token: mx.array, activation: Any = SWIGLU) -> mx.array:
-    return naive.experts_in_float32(pack.read(container, activation), *token)
+    return naive.experts_in_float32(expert_weights.read(container, activation), *token)
 
 
 @pytest.mark.report("KRN-07", "KRN-32")
@@ -254,20 +256,20 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 ) -> None:
     right = cpu.FusedExperts.__call__
     monkeypatch.setattr(cpu.FusedExperts, "__call__", lambda self, *token: fault(right(self, *token)))
-    probe._tried.cache_clear()
+    verify._tried.cache_clear()
     container, token = experts(64, 32, 4, "affine"), call(64, 4, 2)
     with pytest.warns(RuntimeWarning, match="'cpu' computes something else"):
         got = ExpertDispatch("block", SWIGLU)(container, *token)
-    probe._tried.cache_clear()
+    verify._tried.cache_clear()
     assert distance(got, truth(container, *token)) < 1e-5
     assert [(row.path, row.reason) for row in trace.snapshot()] == [("gather", "self_check")]
 
 
 def test_a_kernel_is_tried_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe._tried.cache_clear()
+    verify._tried.cache_clear()
     tried: list[Any] = []
-    compare = probe._compare
-    monkeypatch.setattr(probe, "_compare", lambda *a: tried.append(a[0]) or compare(*a))
+    compare = verify._compare
+    monkeypatch.setattr(verify, "_compare", lambda *a: tried.append(a[0]) or compare(*a))
     for mode in ("affine", "affine", "mxfp8"):
         ExpertDispatch("block", SWIGLU)(experts(64, 32, 4, mode), *call(64, 4, 2))
     assert tried == ["cpu", "cpu"]

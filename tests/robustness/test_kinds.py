@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from mlx_experts.registry.robustness import marked_tests, read_reports
+from robustness_page import marked_tests, read_reports
 
 ROOT = Path(__file__).parent.parent.parent
 

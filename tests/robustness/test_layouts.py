@@ -12,14 +12,14 @@ import pytest
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
 from mlx_experts import get_model_classes
-from mlx_experts.engine.dispatch import ExpertDispatch
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.layout_experts import own_fused_layout, uncarry_experts
-from mlx_experts.engine.model import Model
-from mlx_experts.engine.modules import find
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
+from mlx_experts.engine.layers.module_tree import find
+from mlx_experts.engine.models.decoder import Model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.weights.expert_layouts import export_experts, own_fused_layout
 from mlx_experts.registry.errors import TensorError
-from mlx_experts.registry.layouts import PerExpert, Stacked
+from mlx_experts.registry.spec.checkpoint import PerExpert, Stacked
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 
@@ -44,11 +44,11 @@ def spelled(lab: Any, model: Model, layout: int | None) -> dict[str, mx.array]:
     """The model in a declared layout, or for None with gate and up joined in the tree's container."""
     params = lab.parameters(model)
     if layout is not None:
-        return model.carrier.save(params, layout)
+        return model.converter.save(params, layout)
     for i in model.plan.moe_layers:
-        stack = model.carrier.stack(i)
+        stack = model.converter.stack(i)
         own = own_fused_layout(stack.container.removeprefix(f"{stack.layer}."))
-        uncarry_experts(own, stack, params, model.carrier.tree)
+        export_experts(own, stack, params, model.converter.tree)
     return params
 
 
@@ -57,15 +57,15 @@ def spelled(lab: Any, model: Model, layout: int | None) -> dict[str, mx.array]:
 def test_every_spelling_of_the_experts_gives_the_same_parameters(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
     want, odd = lab.parameters(model), {}
-    declared: list[int | None] = list(range(len(model.carrier.spec.experts)))
+    declared: list[int | None] = list(range(len(model.converter.spec.experts)))
     gated = catalog().load(name).moe.experts.kind == "glu"
-    own = model.carrier.stack(model.plan.moe_layers[0]).container
-    same_name = any(own.endswith(f".{each.path}") for each in model.carrier.spec.experts)
+    own = model.converter.stack(model.plan.moe_layers[0]).container
+    same_name = any(own.endswith(f".{each.path}") for each in model.converter.spec.experts)
     for index in declared + ([None] if gated and not same_name else []):
-        layout = model.carrier.spec.experts[index] if index is not None else None
+        layout = model.converter.spec.experts[index] if index is not None else None
         if isinstance(layout, Stacked) and layout.packed:
             continue
-        got = model.carry(shuffled(spelled(lab, model, index))).tensors
+        got = model.convert(shuffled(spelled(lab, model, index))).tensors
         if wrong := lab.same(got, want):
             odd[index] = wrong
     assert odd == {}
@@ -82,7 +82,7 @@ def test_experts_one_by_one_under_a_wrappers_prefix_give_the_logits_of_the_fused
             f"model.language_model.{name.removeprefix('model.')}"
             if name.startswith("model.")
             else name: value
-            for name, value in shuffled(model.carrier.save(lab.parameters(model), index)).items()
+            for name, value in shuffled(model.converter.save(lab.parameters(model), index)).items()
         }
         for index in (0, 1)
     )
@@ -99,14 +99,14 @@ def test_experts_one_by_one_under_a_wrappers_prefix_give_the_logits_of_the_fused
 @pytest.mark.parametrize(("name", "index"), PER_EXPERT)
 def test_a_missing_expert_is_named_and_nothing_is_consumed(name: str, index: int, lab: Any) -> None:
     model, _ = lab.tiny(name)
-    layout = model.carrier.spec.experts[index]
-    stack = model.carrier.stack(model.plan.moe_layers[0])
-    disk = model.carrier.save(lab.parameters(model), index)
+    layout = model.converter.spec.experts[index]
+    stack = model.converter.stack(model.plan.moe_layers[0])
+    disk = model.converter.save(lab.parameters(model), index)
     gone = next(n for n in disk if n.endswith(f"{layout.path.split('.')[-1]}.2.{layout.leaves[-1]}.weight"))
     lacking = {n: v for n, v in disk.items() if n != gone}
     before = dict(lacking)
     with pytest.raises(TensorError) as caught:
-        model.carry(lacking)
+        model.convert(lacking)
     assert f"missing for 1 of {stack.experts} experts: 2" in caught.value.found
     assert layout.leaves[-1] in caught.value.found
     assert lacking == before
@@ -115,9 +115,9 @@ def test_a_missing_expert_is_named_and_nothing_is_consumed(name: str, index: int
 @pytest.mark.report("LAY-05")
 def test_a_leaf_that_no_expert_has_is_named(lab: Any) -> None:
     model, _ = lab.tiny("mixtral")
-    disk = model.carrier.save(lab.parameters(model), 0)
+    disk = model.converter.save(lab.parameters(model), 0)
     with pytest.raises(TensorError, match=r"w3\.weight is missing for 8 of 8 experts"):
-        model.carry({n: v for n, v in disk.items() if ".w3." not in n})
+        model.convert({n: v for n, v in disk.items() if ".w3." not in n})
 
 
 @pytest.mark.report("LAY-05")
@@ -125,11 +125,11 @@ def test_a_leaf_that_no_expert_has_is_named(lab: Any) -> None:
 def test_a_lenient_load_in_mlx_lm_is_strict_about_experts(name: str, lab: Any, tmp_path: Path) -> None:
     """One expert lacks a matrix, or every layer lacks its stack of down projections."""
     model, config = lab.tiny(name)
-    index = next(i for i, e in enumerate(model.carrier.spec.experts) if isinstance(e, PerExpert))
-    disk = model.carrier.save(lab.parameters(model), index)
+    index = next(i for i, e in enumerate(model.converter.spec.experts) if isinstance(e, PerExpert))
+    disk = model.converter.save(lab.parameters(model), index)
     one = next(n for n in disk if ".2." in n and n.endswith("weight") and "experts" in n)
     stacked = lab.parameters(model)
-    down = tuple(model.carrier.stack(i).module(-1) for i in model.plan.moe_layers)
+    down = tuple(model.converter.stack(i).module(-1) for i in model.plan.moe_layers)
     for view, lacking, what in (
         ("one", {n: v for n, v in disk.items() if n != one}, "not complete"),
         ("stacks", {n: v for n, v in stacked.items() if not n.startswith(down)}, "experts are missing"),
@@ -154,7 +154,7 @@ def test_stacks_under_either_container_name_give_the_logits_of_the_original(
     stored = {n.replace(".switch_glu.", f".{container}."): v for n, v in stored.items()}
     assert any(f".experts.{container}.gate_proj." in n for n in stored)
     loaded, _, report = lab.load(lab.write(tmp_path / "stacks", stored, config))
-    raw = model.carrier.save(values, 0)
+    raw = model.converter.save(values, 0)
     config.pop("quantization", None)
     original, _, _ = lab.load(lab.write(tmp_path / "raw", raw, config))
     assert lab.distance(lab.logits(loaded), lab.logits(original)) < 1e-5
@@ -164,7 +164,7 @@ def test_stacks_under_either_container_name_give_the_logits_of_the_original(
 def through_one_layer(model: Model, x: mx.array, expert: int) -> np.ndarray:
     """What one expert of the first MoE layer makes of each row of ``x``."""
     i = model.plan.moe_layers[0]
-    stack = model.carrier.stack(i)
+    stack = model.converter.stack(i)
     layer = model.layers[i]
     block = find(layer, model.plan.layers[i].moe.path)
     container = find(layer, stack.container.removeprefix(f"{stack.layer}."))
@@ -183,14 +183,14 @@ def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, one
 def test_numbered_matrices_are_gate_up_and_down(name: str, index: int, lab: Any) -> None:
     """One expert in numpy, from the tensors as the file names them, gate and up swapped to see it differ."""
     model, config = lab.tiny(name)
-    disk = model.carrier.save(lab.parameters(model), index)
+    disk = model.converter.save(lab.parameters(model), index)
     up_leaf = "v1" if any(".v1." in n for n in disk) else "w3"
     base = next(n for n in disk if n.endswith(".3.w1.weight")).removesuffix("w1.weight")
     gate, up, down = (np.array(disk[f"{base}{leaf}.weight"]) for leaf in ("w1", up_leaf, "w2"))
     assert gate.shape == up.shape == down.shape[::-1]
     x = mx.random.normal((5, gate.shape[1]), key=mx.random.key(1))
     other = build_tiny(catalog().load(name), config, seed=9)
-    other.load_weights(list(other.carry(disk).tensors.items()))
+    other.load_weights(list(other.convert(disk).tensors.items()))
     got = through_one_layer(other, x, 3)
     one = float(name == "minimax_m3_vl")
     assert lab.distance(got, gated(np.array(x), gate, up, down, one)) < 1e-5
@@ -211,7 +211,7 @@ def test_split_and_fused_projections_with_a_split_shared_expert_give_equal_logit
     assert any("shared" in n and "gate_proj" in n for n in split)
     fused = dict(split)
     for i in model.plan.moe_layers:
-        stack = model.carrier.stack(i)
+        stack = model.converter.stack(i)
         for plane in ("weight", "scales", "biases"):
             if f"{stack.module(-1)}.{plane}" in fused:
                 halves = [fused.pop(f"{stack.module(k)}.{plane}") for k in (0, 1)]

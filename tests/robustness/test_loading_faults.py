@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model as load_mlx_lm_model
 
-from mlx_experts.engine.loading import load, load_model, save_model
+from mlx_experts.engine.loading.api import load, load_model, save_model
 from mlx_experts.registry.cli import progress, run
 from mlx_experts.registry.errors import CheckpointError, RegistryError
 
@@ -120,7 +120,7 @@ def test_an_interrupted_save_leaves_what_was_there(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_experts.engine.loading.save_config", interrupted)
+    monkeypatch.setattr("mlx_experts.engine.loading.api.save_config", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_model(tmp_path, model, config)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -171,7 +171,7 @@ def test_a_stale_index_does_not_outlive_its_checkpoint(
     def without_index(folder: Path, written: Any, **_: Any) -> None:
         mx.save_safetensors(str(folder / "model.safetensors"), written.parameters())
 
-    monkeypatch.setattr("mlx_experts.engine.loading.save_mlx_lm_model", without_index)
+    monkeypatch.setattr("mlx_experts.engine.loading.api.save_mlx_lm_model", without_index)
     save_model(tmp_path, model, config)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 

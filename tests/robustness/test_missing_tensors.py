@@ -13,14 +13,14 @@ from mlx_lm.utils import load_model as load_in_mlx_lm
 from mlx_lm.utils import quantize_model
 
 from mlx_experts import save_model
-from mlx_experts.engine.account import check_account
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.registry import rules
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.weights.audit import check_account
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import CheckpointError, ConfigError, TensorError
-from mlx_experts.registry.values import Ref
+from mlx_experts.registry.spec import layer_rules as rules
+from mlx_experts.registry.spec.values import Ref
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 MODES = [
@@ -40,10 +40,10 @@ MODES = [
 def test_every_value_goes_out_in_every_layout_and_comes_back(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
     want = lab.parameters(model)
-    for index, layout in enumerate(model.carrier.spec.experts):
+    for index, layout in enumerate(model.converter.spec.experts):
         if getattr(layout, "packed", None):
             continue
-        back = model.carry(model.carrier.save(want, index)).tensors
+        back = model.convert(model.converter.save(want, index)).tensors
         check_account({n: v.shape for n, v in want.items()}, back, name)
         assert lab.same(back, want) == []
 
@@ -55,11 +55,11 @@ def test_no_expert_of_a_converted_checkpoint_is_a_fresh_one(name: str, lab: Any,
     model, config = lab.tiny(name)
     want = lab.parameters(model)
     fresh = lab.parameters(build_tiny(catalog().load(name), config, seed=3))
-    first, saved, _ = lab.load(lab.write(tmp_path / "one", model.carrier.save(want, 0), config))
+    first, saved, _ = lab.load(lab.write(tmp_path / "one", model.converter.save(want, 0), config))
     save_model(tmp_path / "two", first, saved)
     converted = lab.parameters(lab.load(tmp_path / "two")[0])
     experts = {
-        n for i in model.plan.moe_layers for n in want if n.startswith(model.carrier.stack(i).container)
+        n for i in model.plan.moe_layers for n in want if n.startswith(model.converter.stack(i).container)
     }
     assert experts
     for n in experts:
@@ -72,11 +72,11 @@ def test_no_expert_of_a_converted_checkpoint_is_a_fresh_one(name: str, lab: Any,
 @pytest.mark.parametrize("name", FAMILIES)
 def test_writing_a_layout_from_tensors_that_lack_a_projection_is_an_error(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
-    module = model.carrier.stack(model.plan.moe_layers[-1]).module(-1)
+    module = model.converter.stack(model.plan.moe_layers[-1]).module(-1)
     lacking = {n: v for n, v in lab.parameters(model).items() if not n.startswith(module)}
-    for index in range(len(model.carrier.spec.experts)):
+    for index in range(len(model.converter.spec.experts)):
         with pytest.raises(TensorError, match="not complete") as caught:
-            model.carrier.save(lacking, index)
+            model.converter.save(lacking, index)
         assert caught.value.where == module
 
 
@@ -116,10 +116,10 @@ def test_shards_hold_every_plane_bit_by_bit(
     assert lab.same(lab.parameters(again), want) == []
     assert report.notices == []
     listed = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert sum(v.nbytes for v in model.carrier.written(want).values()) == sum(
+    assert sum(v.nbytes for v in model.converter.written(want).values()) == sum(
         info.nbytes for info in Checkpoint.open(tmp_path / "shards").tensors.values()
     )
-    assert set(listed) == set(model.carrier.written(want))
+    assert set(listed) == set(model.converter.written(want))
 
 
 @pytest.mark.report("DRP-03")
@@ -226,7 +226,7 @@ def test_a_dense_mlp_is_never_built_over_experts_nor_experts_over_a_dense_mlp(na
     for built, disk in ((dense, model), (model, dense)):
         shapes = {n: v.shape for n, v in lab.parameters(built).items()}
         with pytest.raises(TensorError) as caught:
-            check_account(shapes, built.carry(lab.parameters(disk)).tensors, name)
+            check_account(shapes, built.convert(lab.parameters(disk)).tensors, name)
         assert "without a tensor" in caught.value.found
         assert "no rule claims" in caught.value.found
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import TensorError
-from mlx_experts.registry.resolve import resolve
-from mlx_experts.registry.synthetic import tiny_config
-from mlx_experts.registry.values import Ref
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.values import Ref
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 WRAPPED = ("", "language_model.", "model.language_model.", "language_model.model.", "model.")
@@ -32,14 +32,14 @@ def test_entries_match_with_and_without_a_wrappers_prefix(name: str, lab: Any) -
     model, _ = lab.tiny(name)
     i = model.plan.moe_layers[0]
     moe = model.plan.layers[i].moe
-    parts = [part for part in (model.carrier.layers, str(i), moe.path, moe.router.path) if part]
+    parts = [part for part in (model.converter.layers, str(i), moe.path, moe.router.path) if part]
     router = ".".join(parts)
     assert f"{router}.weight" in lab.parameters(model)
     tail = bare(model, router)
     for prefix in WRAPPED:
-        assert model.carrier.modules(f"{prefix}{tail}") == [router], prefix
-    assert model.carrier.modules(f"vision_tower.{tail}") == []
-    assert model.carrier.modules(f"{router}e") == []
+        assert model.converter.modules(f"{prefix}{tail}") == [router], prefix
+    assert model.converter.modules(f"vision_tower.{tail}") == []
+    assert model.converter.modules(f"{router}e") == []
 
 
 @pytest.mark.report("PRE-01", "PRE-03")
@@ -49,14 +49,14 @@ def test_entries_match_through_every_rename_cut_and_stack(name: str, lab: Any) -
     model, _ = lab.tiny(name)
     params = lab.parameters(model)
     matrices = {n.removesuffix(".weight") for n, v in params.items() if n.endswith(".weight") and v.ndim > 1}
-    for index, layout in enumerate(model.carrier.spec.experts):
+    for index, layout in enumerate(model.converter.spec.experts):
         if getattr(layout, "packed", None):
             continue
         reached: set[str] = set()
         lost = []
-        for disk in model.carrier.save(params, index):
+        for disk in model.converter.save(params, index):
             module = disk.removesuffix(".weight")
-            found = model.carrier.modules(module)
+            found = model.converter.modules(module)
             reached.update(found)
             if not found and disk.endswith(".weight"):
                 lost.append(module)
@@ -73,7 +73,7 @@ def test_a_wider_router_is_read_as_declared_whatever_wrapper_its_entry_has(
     model, config = lab.tiny(name)
     params = lab.parameters(model)
     routers = {
-        f"{model.carrier.layers}.{i}.{model.plan.layers[i].moe.path}.{model.plan.layers[i].moe.router.path}"
+        f"{model.converter.layers}.{i}.{model.plan.layers[i].moe.path}.{model.plan.layers[i].moe.router.path}"
         for i in model.plan.moe_layers
     }
     wide, wide_values = lab.pack(params, 8, 64, only=lambda n: n.removesuffix(".weight") in routers)
@@ -255,9 +255,9 @@ def test_a_head_beside_a_tied_embedding_is_dropped_if_equal_and_refused_if_not(
         for n, v in params.items()
         if n.startswith(embedding.removesuffix("weight"))
     }
-    carried = model.carry({**params, **copies})
-    assert lab.same(carried.tensors, model.carry(params).tensors) == []
+    carried = model.convert({**params, **copies})
+    assert lab.same(carried.tensors, model.convert(params).tensors) == []
     assert carried.dropped["head equal to the tied embedding"] == len(copies)
     copies[head] = copies[head] + 1
     with pytest.raises(TensorError, match="another head"):
-        model.carry({**params, **copies})
+        model.convert({**params, **copies})

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
 from mlx_experts import load_model, save_model
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.inspection import inspect_checkpoint
-from mlx_experts.engine.quantize import Reader, quantize_modules, stored_format
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.engine.weights.quantization import Reader, quantize_modules, stored_format
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import QuantizationError, RegistryError
 
@@ -34,7 +34,7 @@ def routers(model: Any) -> set[str]:
     for i in model.plan.moe_layers:
         moe = model.plan.layers[i].moe
         path = ".".join(part for part in (moe.path, moe.router.path) if part)
-        found.add(f"{model.carrier.layers}.{i}.{path}.weight")
+        found.add(f"{model.converter.layers}.{i}.{path}.weight")
     return found
 
 
@@ -44,7 +44,7 @@ def entry(mode: str, bits: int, group: int) -> dict[str, Any]:
 
 def read(model: Any, stored: Tensors, quantization: dict[str, Any]) -> tuple[dict[str, str], Reader]:
     """Formats by module, and the reader with its remarks; the shared model itself is not quantised."""
-    reader = Reader(quantization, model.carrier)
+    reader = Reader(quantization, model.converter)
     formats = {}
     for path, module in model.named_modules():
         if f"{path}.weight" in stored and module.weight.ndim > 1:
@@ -64,8 +64,8 @@ def test_an_entry_for_a_router_is_used_if_it_is_packed_and_noted_if_it_is_not(
     gates, params = routers(model), lab.parameters(model)
     stored, values = lab.pack(params, 8, 32, only=lambda n: stored_packed and n in gates)
     overrides = {gate.removesuffix(".weight"): {"group_size": 32, "bits": 8} for gate in gates}
-    reader = Reader({"group_size": 32, "bits": 4, **overrides}, model.carrier)
-    tensors = model.carry(stored).tensors
+    reader = Reader({"group_size": 32, "bits": 4, **overrides}, model.converter)
+    tensors = model.convert(stored).tensors
     if not stored_packed:
         assert quantize_modules(model, tensors, reader) == {}
         assert any("because the tensors are not quantised" in remark for remark in reader.remarks())

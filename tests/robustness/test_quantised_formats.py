@@ -12,11 +12,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
 from mlx_experts import save_model
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.load import cast_tensors
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.registry.resolve import resolve
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.engine.loading.checkpoint_loader import cast_tensors
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 MLX_LM_NEEDS = {
@@ -108,7 +108,7 @@ def test_projections_of_one_expert_stack_may_have_formats_of_their_own(
     model, config = lab.tiny(name)
     params = lab.parameters(model)
     stored, values, entries = dict(params), dict(params), {}
-    stacks = tuple(model.carrier.stack(i).container for i in model.plan.moe_layers)
+    stacks = tuple(model.converter.stack(i).container for i in model.plan.moe_layers)
     for leaf, form in mix.items():
         mode, bits, group = form or ("affine", 4, 32)
         mine = lambda n, leaf=leaf: n.startswith(stacks) and f".{leaf}_proj." in n  # noqa: E731
@@ -175,9 +175,9 @@ def test_scales_take_the_type_of_the_activations_once(name: str, asked: str | No
     model = build_tiny(catalog().load(name), config)
     stored, _ = lab.pack(lab.parameters(model), 4, 32)
     disk = halved(stored, mx.float16, mx.bfloat16)
-    from mlx_experts.engine.quantize import Reader, quantize_modules
+    from mlx_experts.engine.weights.quantization import Reader, quantize_modules
 
-    quantize_modules(model, disk, Reader({"group_size": 32, "bits": 4}, model.carrier))
+    quantize_modules(model, disk, Reader({"group_size": 32, "bits": 4}, model.converter))
     cast = cast_tensors(model, disk, asked)
     planes = {v.dtype for n, v in cast.items() if n.endswith((".scales", ".biases"))}
     assert planes == {mx.bfloat16}

@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_experts
-from mlx_experts.engine.families import catalog
-from mlx_experts.registry.catalog import Catalog
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import SpecError, UnknownFamilyError
 
@@ -87,9 +87,9 @@ def test_building_needs_no_configuration_class_of_transformers(lab: Any) -> None
         "import transformers.models.auto.configuration_auto as auto\n"
         "auto.CONFIG_MAPPING_NAMES.clear()\n"
         "import mlx.core as mx\n"
-        "from mlx_experts.engine.families import catalog\n"
-        "from mlx_experts.engine.selfcheck import build_tiny\n"
-        "from mlx_experts.registry.synthetic import tiny_config\n"
+        "from mlx_experts.engine.models.known_families import catalog\n"
+        "from mlx_experts.engine.tools.family_check import build_tiny\n"
+        "from mlx_experts.registry.resolve.tiny_config import tiny_config\n"
         "for name in ('kimi_linear', 'lara_mini', 'qwen3_moe'):\n"
         "    family = catalog().load(name)\n"
         "    model = build_tiny(family, tiny_config(family) | {'model_type': 'newer_than_all'})\n"

@@ -9,15 +9,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.modules import find
-from mlx_experts.engine.router import Router
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.layers.module_tree import find
+from mlx_experts.engine.layers.router import Router
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import ConfigError, UnknownFamilyError
-from mlx_experts.registry.resolve import resolve
-from mlx_experts.registry.schema import RouterSpec
-from mlx_experts.registry.synthetic import tiny_config
-from mlx_experts.registry.values import Ref
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.family import RouterSpec
+from mlx_experts.registry.spec.values import Ref
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 BASE = {"path": "gate", "form": "linear", "dtype": "model", "score": "softmax", "order": "score_then_topk"}

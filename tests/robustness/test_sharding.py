@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_experts.engine.shard import spread_columns, spread_experts, spread_rows
+from mlx_experts.engine.layers.tensor_parallel import spread_columns, spread_experts, spread_rows
 from mlx_experts.registry.errors import SettingError
 
 FORMATS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64)]

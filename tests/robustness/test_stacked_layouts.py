@@ -10,13 +10,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_experts.engine.encodings import decode_encodings
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.model import Model
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.models.decoder import Model
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.weights.dequantize import decode_encodings
 from mlx_experts.registry.errors import QuantizationError, TensorError
-from mlx_experts.registry.layouts import PerExpert, Stacked
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.checkpoint import PerExpert, Stacked
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -59,11 +59,11 @@ def test_fp8_experts_with_block_scales_are_decoded_before_they_are_stacked(
     name: str, index: int, lab: Any
 ) -> None:
     model, _ = lab.tiny(name)
-    stored, values = encode(model.carrier.save(lab.parameters(model), index))
-    kept, _ = model.carrier.sift(stored)
+    stored, values = encode(model.converter.save(lab.parameters(model), index))
+    kept, _ = model.converter.sift(stored)
     decoded = decode_encodings(kept, FP8, dense=mx.float32)
-    want = model.carry(values).tensors
-    got = model.carry(decoded.weights).tensors
+    want = model.convert(values).tensors
+    got = model.convert(decoded.weights).tensors
     assert lab.same(got, want) == []
 
 
@@ -73,7 +73,7 @@ def test_block_scales_hold_where_a_width_is_no_multiple_of_the_block(
     width: int, lab: Any, tmp_path: Path
 ) -> None:
     model, config = lab.tiny("qwen3_5_moe", {"text_config": {"hidden_size": width}})
-    stored, values = encode(model.carrier.save(lab.parameters(model), 0))
+    stored, values = encode(model.converter.save(lab.parameters(model), 0))
     scale = next(v for n, v in stored.items() if n.endswith("experts.0.gate_proj.weight_scale_inv"))
     assert scale.shape == (1, -(-width // 128))
     truth, _, _ = lab.load(lab.write(tmp_path / "plain", values, config))
@@ -87,8 +87,8 @@ def test_block_scales_hold_where_a_width_is_no_multiple_of_the_block(
 def test_fp8_bytes_without_their_scale_are_refused_in_every_family(declared: bool, lab: Any) -> None:
     for name, index in PER_EXPERT:
         model, _ = lab.tiny(name)
-        stored, _ = encode(model.carrier.save(lab.parameters(model), index))
-        bare, _ = model.carrier.sift({n: v for n, v in stored.items() if not n.endswith("scale_inv")})
+        stored, _ = encode(model.converter.save(lab.parameters(model), index))
+        bare, _ = model.converter.sift({n: v for n, v in stored.items() if not n.endswith("scale_inv")})
         with pytest.raises(QuantizationError, match="no scale that explains it"):
             decode_encodings(bare, FP8 if declared else {})
 
@@ -103,7 +103,7 @@ def square(name: str) -> Model:
 
 
 def fused_of(model: Model, index: int, disk: dict[str, mx.array]) -> list[str]:
-    layout = model.carrier.spec.experts[index]
+    layout = model.converter.spec.experts[index]
     return [n for n in disk if f".{layout.path}.{layout.fused}" in n and not n.endswith("bias")]
 
 
@@ -111,11 +111,11 @@ def fused_of(model: Model, index: int, disk: dict[str, mx.array]) -> list[str]:
 @pytest.mark.parametrize(("name", "index"), TURNED)
 def test_a_square_stack_is_read_in_the_declared_orientation(name: str, index: int, lab: Any) -> None:
     model = square(name)
-    disk = model.carrier.save(lab.parameters(model), index)
+    disk = model.converter.save(lab.parameters(model), index)
     fused = fused_of(model, index, disk)
     assert fused
     assert all(disk[n].shape[-2:] == (64, 64) for n in fused)
-    assert lab.same(model.carry(disk).tensors, lab.parameters(model)) == []
+    assert lab.same(model.convert(disk).tensors, lab.parameters(model)) == []
 
 
 @pytest.mark.report("LAY-13")
@@ -124,14 +124,14 @@ def test_a_square_stack_of_the_other_orientation_is_refused_by_its_down_projecti
     name: str, lab: Any
 ) -> None:
     model = square(name)
-    index = next(i for i, e in enumerate(model.carrier.spec.experts) if isinstance(e, Stacked))
-    disk = model.carrier.save(lab.parameters(model), index)
+    index = next(i for i, e in enumerate(model.converter.spec.experts) if isinstance(e, Stacked))
+    disk = model.converter.save(lab.parameters(model), index)
     turned = {
         n: v.swapaxes(-1, -2) if (v.ndim == 3 and "expert" in n) or "linear" in n else v
         for n, v in disk.items()
     }
     with pytest.raises(TensorError, match="not of the declared shape"):
-        model.carry(turned)
+        model.convert(turned)
 
 
 @pytest.mark.report("LAY-13")
@@ -147,9 +147,9 @@ def test_two_declared_orientations_that_fit_alike_are_an_error(lab: Any, tmp_pat
     family = catalog(tmp_path).load("two_ways")
     config = {**tiny_config(family), "hidden_size": 64, "moe_intermediate_size": 64}
     model = build_tiny(family, config)
-    disk = model.carrier.save(lab.parameters(model), 1)
+    disk = model.converter.save(lab.parameters(model), 1)
     with pytest.raises(TensorError, match="their shapes cannot tell which it is"):
-        model.carry(disk)
+        model.convert(disk)
 
 
 @pytest.mark.report("LAY-15")
@@ -158,9 +158,9 @@ def test_turned_stacks_are_quantised_along_their_input(name: str, lab: Any, tmp_
     model, config = lab.tiny(name)
     params = lab.parameters(model)
     index = next(i for n, i in TURNED if n == name)
-    disk = model.carrier.save(params, index)
+    disk = model.converter.save(params, index)
     fused = fused_of(model, index, disk)[0]
-    stack = model.carrier.stack(model.plan.moe_layers[0])
+    stack = model.converter.stack(model.plan.moe_layers[0])
     experts, width, columns = params[f"{stack.module(0)}.weight"].shape
     assert disk[fused].shape == (experts, columns, 2 * width)
     loaded, _, _ = lab.load(lab.write(tmp_path, disk, config))
@@ -179,13 +179,13 @@ def test_turned_stacks_are_quantised_along_their_input(name: str, lab: Any, tmp_
 def test_planes_that_were_packed_along_the_output_are_refused(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
     index = next(i for n, i in TURNED if n == name)
-    disk = model.carrier.save(lab.parameters(model), index)
+    disk = model.converter.save(lab.parameters(model), index)
     fused = fused_of(model, index, disk)[0]
     planes = mx.quantize(disk.pop(fused), group_size=32, bits=4)
     base = fused.removesuffix(".weight")
     disk |= {f"{base}.{p}": v for p, v in zip(("weight", "scales", "biases"), planes, strict=True)}
     with pytest.raises(TensorError, match=r"quantised along its output axis|not of the declared shape"):
-        model.carry(disk)
+        model.convert(disk)
 
 
 def numbered_rows(experts: int, rows: int, columns: int) -> mx.array:
@@ -197,7 +197,7 @@ def numbered_rows(experts: int, rows: int, columns: int) -> mx.array:
 @pytest.mark.parametrize("packed", [False, True])
 def test_interleaved_rows_and_their_biases_go_to_gate_and_up_in_turn(packed: bool, lab: Any) -> None:
     model, _ = lab.tiny("gpt_oss")
-    disk = model.carrier.save(lab.parameters(model), 0)
+    disk = model.converter.save(lab.parameters(model), 0)
     base = "model.layers.1.mlp.experts"
     experts, width, columns = lab.parameters(model)[f"{base}.gate_proj.weight"].shape
     rows = numbered_rows(experts, 2 * width, columns)
@@ -214,7 +214,7 @@ def test_interleaved_rows_and_their_biases_go_to_gate_and_up_in_turn(packed: boo
     else:
         disk[f"{base}.gate_up_proj"] = rows.swapaxes(-1, -2)
     disk[f"{base}.gate_up_proj_bias"] = rows[..., 0]
-    got = model.carry(disk).tensors
+    got = model.convert(disk).tensors
     for leaf, first in (("gate_proj", 0), ("up_proj", 1)):
         want = np.arange(first, 2 * width, 2)
         values = got[f"{base}.{leaf}.{'scales' if packed else 'weight'}"][..., 0]
@@ -228,14 +228,14 @@ def test_joined_rows_go_to_gate_and_up_by_halves(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
     index = next(
         i
-        for i, e in enumerate(model.carrier.spec.experts)
+        for i, e in enumerate(model.converter.spec.experts)
         if isinstance(e, Stacked) and not e.transposed and e.order == "gate_up"
     )
-    disk = model.carrier.save(lab.parameters(model), index)
+    disk = model.converter.save(lab.parameters(model), index)
     for fused in fused_of(model, index, disk):
         disk[fused] = numbered_rows(*disk[fused].shape)
-    got = model.carry(disk).tensors
-    stack = model.carrier.stack(model.plan.moe_layers[0])
+    got = model.convert(disk).tensors
+    stack = model.converter.stack(model.plan.moe_layers[0])
     gate, up = (np.array(got[f"{stack.module(leaf)}.weight"])[3, :, 0] for leaf in (0, 1))
     assert (gate == np.arange(len(gate))).all()
     assert (up == np.arange(len(gate), 2 * len(gate))).all()
@@ -246,9 +246,9 @@ def test_joined_rows_go_to_gate_and_up_by_halves(name: str, lab: Any) -> None:
 @pytest.mark.parametrize("part", ["gate_up_proj_bias", "down_proj_bias"])
 def test_a_bias_that_is_not_one_row_an_expert_is_named(part: str, shape: tuple[int, ...], lab: Any) -> None:
     model, _ = lab.tiny("gpt_oss")
-    disk = model.carrier.save(lab.parameters(model), 0)
+    disk = model.converter.save(lab.parameters(model), 0)
     name = next(n for n in disk if n.endswith(part))
     before = {**disk, name: mx.zeros(shape)}
     with pytest.raises(TensorError) as caught:
-        model.carry(dict(before))
+        model.convert(dict(before))
     assert f"{name} has shape {list(shape)}" in caught.value.found

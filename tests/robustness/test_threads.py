@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.engine.trace import trace
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 PROMPTS = ([5, 17, 3, 42, 8], [64, 2, 9])
 STEPS = 12

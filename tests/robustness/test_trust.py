@@ -13,8 +13,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mlx_experts
-from mlx_experts.engine.loading import read_tokenizer
-from mlx_experts.registry.checkpoint import Checkpoint
+from mlx_experts.engine.loading.api import read_tokenizer
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import CheckpointError
 

@@ -20,11 +20,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels import naive, pack
-from mlx_experts.engine.kernels._fused import Pair, arrays_of
-from mlx_experts.engine.kernels.facts import Activation, ExpertFacts
-from mlx_experts.engine.kernels.source import Backend, Launch, text
+from mlx_experts.engine.kernels import activations, expert_weights, naive
+from mlx_experts.engine.kernels.gpu.launch_pair import Pair, arrays_of
+from mlx_experts.engine.kernels.gpu.source import Backend, Launch, text
+from mlx_experts.engine.kernels.request import Activation, KernelRequest
 
 HOST = Path(__file__).parent / "host"
 CUDA_TYPES = {
@@ -257,8 +256,8 @@ def _short(value: object) -> str:
 class Built:
     """A case's arrays and its truth."""
 
-    experts: pack.PackedExperts
-    facts: ExpertFacts
+    experts: expert_weights.ExpertWeights
+    request: KernelRequest
     x: mx.array
     indices: mx.array
     weights: mx.array
@@ -303,19 +302,21 @@ def build(case: Case, device: str) -> Built:
             mode, bits, group = case.down
         if mode != "plain":
             container[name] = module.to_quantized(group, bits, mode=mode, global_scale=case.global_scale)
-    experts = pack.read(container, activation)
+    experts = expert_weights.read(container, activation)
     assert experts is not None
     if case.shared:
         experts = dataclasses.replace(experts, shared=_shared(case, activation))
-    facts = pack.facts_of(experts, activation, rows=1, top_k=case.top_k, dtype=case.dtype, device=device)
+    request = expert_weights.request_of(
+        experts, activation, rows=1, top_k=case.top_k, dtype=case.dtype, device=device
+    )
     x = mx.random.normal((1, case.hidden)).astype(case.dtype)
     chosen = np.random.default_rng(7).permutation(case.experts)[: case.top_k].astype(np.uint32)
     indices, weights = mx.array(chosen)[None], mx.softmax(mx.random.normal((1, case.top_k)), axis=-1)
     truth = np.array(naive.experts_in_float32(experts, x, indices, weights))
-    return Built(experts, facts, x, indices, weights, truth)
+    return Built(experts, request, x, indices, weights, truth)
 
 
-def _shared(case: Case, activation: Activation) -> pack.PackedShared:
+def _shared(case: Case, activation: Activation) -> expert_weights.SharedExpertWeights:
     """A shared expert of MLX's own layers."""
 
     def dense(inputs: int, outputs: int, mode: str, bits: int, group: int) -> nn.Module:
@@ -334,7 +335,7 @@ def _shared(case: Case, activation: Activation) -> pack.PackedShared:
     gate = None
     if case.weighed:
         gate = dense(case.hidden, 1, "plain" if case.weighed > 8 else "affine", case.weighed, 64)
-    packed = pack.read_shared(parts, activation, gate)
+    packed = expert_weights.read_shared(parts, activation, gate)
     assert packed is not None
     return packed
 

@@ -10,11 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine import activations, gates
-from mlx_experts.engine.kernels import cpu, cpu_driver, cpu_rows, naive, pack
-from mlx_experts.engine.kernels.facts import Accept, Projection
-from mlx_experts.engine.measure import relative_rms
-from mlx_experts.engine.policy import Policy
+from mlx_experts.engine.dispatch import eligibility
+from mlx_experts.engine.dispatch.policy import Policy
+from mlx_experts.engine.kernels import activations, expert_weights, naive
+from mlx_experts.engine.kernels.cpu import driver as cpu_driver
+from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.cpu import rows as cpu_rows
+from mlx_experts.engine.kernels.request import Accept, Projection
+from mlx_experts.engine.tools.bench_experts import relative_rms
 
 DTYPES = {"float32": (mx.float32, 1e-5), "bfloat16": (mx.bfloat16, 5e-3), "float16": (mx.float16, 5e-3)}
 AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
@@ -42,11 +45,11 @@ def _poison_heap(sizes=(16, 128, 192, 512, 2048, 8192)):
 
 def error_of(container, call, activation):
     """Relative RMS error of the kernel, after asking the gate."""
-    experts = pack.read(container, activation)
-    facts = pack.facts_of(
+    experts = expert_weights.read(container, activation)
+    request = expert_weights.request_of(
         experts, activation, rows=1, top_k=call.indices.shape[-1], dtype=call.x.dtype, device="cpu"
     )
-    assert gates.judge(facts, Policy()) == Accept("cpu")
+    assert eligibility.check(request, Policy()) == Accept("cpu")
     run = cpu.prepare(experts, call.x.dtype)
     _poison_heap()
     y = run(*call)
@@ -129,7 +132,7 @@ def test_odd_numbers_of_groups_match_the_truth(container, token, stored, hidden,
 @pytest.mark.parametrize("threads", ["parallel", "serial"])
 def test_both_compilations_give_the_same_bits(container, token, stored, monkeypatch, threads):
     c = container(hidden=256, width=704, stored=stored("affine", 4, 64))
-    run = cpu.prepare(pack.read(c, activations.make("swiglu")), mx.float32)
+    run = cpu.prepare(expert_weights.read(c, activations.make("swiglu")), mx.float32)
     call = token(hidden=256)
     monkeypatch.setattr(cpu, "PARALLEL_FROM", 1 << 62)
     once = run(*call)
@@ -139,7 +142,7 @@ def test_both_compilations_give_the_same_bits(container, token, stored, monkeypa
 
 def test_one_thread_at_a_time_is_in_the_compiled_code(container, token, monkeypatch):
     """numba's portable thread pool, which not every machine gets, ends the process on concurrent use."""
-    run = cpu.prepare(pack.read(container(), activations.make("swiglu")), mx.float32)
+    run = cpu.prepare(expert_weights.read(container(), activations.make("swiglu")), mx.float32)
     call, inside, met = tuple(token()), [], []
     mx.eval(call)
 
@@ -170,7 +173,7 @@ def test_signs_zeros_and_large_values_survive(container, token, stored, kind):
 def test_nan_and_infinity_in_the_input_are_not_hidden(container, token, stored):
     c = container(stored=stored("affine", 4, 64))
     x, indices, weights = token()
-    run = cpu.prepare(pack.read(c, activations.make("swiglu")), mx.float32)
+    run = cpu.prepare(expert_weights.read(c, activations.make("swiglu")), mx.float32)
     assert mx.all(mx.isnan(run(mx.where(mx.arange(128) == 5, mx.nan, x), indices, weights))).item()
     assert not mx.any(mx.isfinite(run(mx.where(mx.arange(128) == 5, mx.inf, x), indices, weights))).item()
 
@@ -222,14 +225,17 @@ def test_every_half_is_read_as_mlx_does(dtype):
     halves = mx.array(codes).view(dtype)
     finite = mx.where(mx.isfinite(halves), halves, 0).reshape(1, -1)
     _each_weight_is(
-        Projection("plain", 16, 0, 0, 0, pack.dtype_name(dtype)), finite, None, finite.astype(mx.float32)
+        Projection("plain", 16, 0, 0, 0, expert_weights.dtype_name(dtype)),
+        finite,
+        None,
+        finite.astype(mx.float32),
     )
 
 
 @pytest.mark.parametrize("value", [mx.inf, -mx.inf, mx.nan])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_infinities_and_nans_among_the_weights_stay(dtype, value):
-    kind = Projection("plain", dtype.size * 8, 0, 0, 0, pack.dtype_name(dtype))
+    kind = Projection("plain", dtype.size * 8, 0, 0, 0, expert_weights.dtype_name(dtype))
     row = mx.array([1.0, value, 2.0, 3.0]).astype(dtype)
     np.testing.assert_equal(_row_alone(kind, row, None, np.ones(4, np.float32)), np.float32(value))
 
@@ -273,7 +279,7 @@ def test_a_planted_fault_is_caught(container, token, stored, monkeypatch, name):
     shape = {"hidden": 160, "width": 160, "stored": stored("affine", 4 if name == "group" else 3, 32)}
     if name == "last rows of a task":
         shape = {"hidden": 33, "width": 65}
-    experts = pack.read(container(**shape, bias=True), activations.make("swiglu"))
+    experts = expert_weights.read(container(**shape, bias=True), activations.make("swiglu"))
     call = token(hidden=shape["hidden"], top_k=3)
     made = cpu.prepare(experts, mx.float32)(*call)
     assert not relative_rms(made, naive.experts_in_float32(experts, *call)) < 1e-3

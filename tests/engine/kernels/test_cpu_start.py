@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from mlx_experts.engine.kernels import cpu, cpu_driver
+from mlx_experts.engine.kernels.cpu import driver as cpu_driver
+from mlx_experts.engine.kernels.cpu import experts as cpu
 
 DEMO = str(files("mlx_experts") / "demo")
 CASES = {
@@ -55,7 +56,7 @@ def _ran(variables: dict[str, str], *command: str) -> subprocess.CompletedProces
 
 
 def _main(*arguments: str) -> tuple[str, ...]:
-    return ("-c", "from mlx_experts.registry.command import main; main()", *arguments)
+    return ("-c", "from mlx_experts.registry.cli.entry import main; main()", *arguments)
 
 
 def _rows(variables: dict[str, str], before: str = "") -> list[Any]:

@@ -1,4 +1,4 @@
-"""CUDA text without a GPU: what is launched for which facts, the text run on the CPU and given to nvcc."""
+"""CUDA text without a GPU: what is launched for which request, the text run on the CPU and given to nvcc."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import subprocess
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.kernels import cuda, mma
-from mlx_experts.engine.kernels.source import Launch
+from mlx_experts.engine.kernels.gpu import cuda, mma
+from mlx_experts.engine.kernels.gpu.source import Launch
 
 HOPPER = (9, 0)
 LIMITS = {mx.bfloat16: 5e-3, mx.float16: 5e-3, mx.float32: 1e-5}
@@ -49,7 +49,7 @@ def same(text: str) -> str:
 @pytest.mark.parametrize("options", TENSOR_CORES.values(), ids=TENSOR_CORES)
 def test_tensor_core_text_matches_truth_on_the_cpu(options, build_case, case_type, host_cuda):
     built = build_case(case_type(**options), "cuda")
-    pair = cuda.launches(built.experts, built.facts, HOPPER)
+    pair = cuda.launches(built.experts, built.request, HOPPER)
     assert pair.up.label == "experts_up_mma"
     assert built.distance(built.run_on(host_cuda, cuda.BACKEND, pair, same)) < LIMITS[built.x.dtype]
 
@@ -57,7 +57,7 @@ def test_tensor_core_text_matches_truth_on_the_cpu(options, build_case, case_typ
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 def test_warp_per_row_text_matches_truth_on_the_cpu(options, build_case, case_type, host_cuda):
     built = build_case(case_type(**options), "cuda")
-    pair = cuda.launches(built.experts, built.facts, HOPPER)
+    pair = cuda.launches(built.experts, built.request, HOPPER)
     assert (pair.up.label, pair.down.label) == ("experts_up", "experts_down")
     assert built.distance(built.run_on(host_cuda, cuda.BACKEND, pair, same)) < LIMITS[built.x.dtype]
 
@@ -72,7 +72,7 @@ def test_warp_per_row_text_matches_truth_on_the_cpu(options, build_case, case_ty
 )
 def test_a_planted_mistake_in_the_text_is_noticed(right, wrong, build_case, case_type, host_cuda):
     built = build_case(case_type(hidden=640), "cuda")
-    pair = cuda.launches(built.experts, built.facts, HOPPER)
+    pair = cuda.launches(built.experts, built.request, HOPPER)
     assert right in pair.up.header + pair.up.source
     mistaken = built.run_on(host_cuda, cuda.BACKEND, pair, lambda text: text.replace(right, wrong))
     # Poisoned memory makes some mistakes NaN, which compares as false.
@@ -81,24 +81,24 @@ def test_a_planted_mistake_in_the_text_is_noticed(right, wrong, build_case, case
 
 def test_launches_without_tensor_cores_are_a_warp_a_row(build_case, case_type):
     built = build_case(case_type(), "cuda")
-    pair = cuda.launches(built.experts, built.facts, None)
+    pair = cuda.launches(built.experts, built.request, None)
     assert (pair.up.label, pair.down.label) == ("experts_up", "experts_down")
 
 
 def test_widths_that_are_no_multiple_of_a_step_are_a_warp_a_row(build_case, case_type):
     built = build_case(case_type(hidden=192), "cuda")
-    assert cuda.launches(built.experts, built.facts, HOPPER).up.label == "experts_up"
+    assert cuda.launches(built.experts, built.request, HOPPER).up.label == "experts_up"
 
 
 @pytest.mark.parametrize("hidden", [128, 1408, 2048, 4096, 7168])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_cut_fits_the_shared_memory_of_every_chip(hidden, bits, build_case, case_type):
-    facts = build_case(case_type(bits=bits), "cuda").facts
-    up = dataclasses.replace(facts.up, cols=hidden, rows=1536)
-    down = dataclasses.replace(facts.down, cols=1536, rows=hidden)
-    facts = dataclasses.replace(facts, gate=up, up=up, down=down, top_k=8)
-    cut_up, cut_down = mma.cut_up(facts), mma.cut_down(facts)
-    assert mma.up_layout(facts, cut_up)[1] <= 99 * 1024
+    request = build_case(case_type(bits=bits), "cuda").request
+    up = dataclasses.replace(request.up, cols=hidden, rows=1536)
+    down = dataclasses.replace(request.down, cols=1536, rows=hidden)
+    request = dataclasses.replace(request, gate=up, up=up, down=down, top_k=8)
+    cut_up, cut_down = mma.cut_up(request), mma.cut_down(request)
+    assert mma.up_layout(request, cut_up)[1] <= 99 * 1024
     assert mma.down_layout(cut_down)[1] <= 99 * 1024
 
 
@@ -120,7 +120,7 @@ def test_nvcc_takes_the_text(options, build_case, case_type, cuda_text_of, tmp_p
     if nvcc is None:
         pytest.skip("nvcc is not installed")
     built = build_case(case_type(**options), "cuda")
-    for text in cuda_text_of(built, cuda.launches(built.experts, built.facts, HOPPER)):
+    for text in cuda_text_of(built, cuda.launches(built.experts, built.request, HOPPER)):
         file = tmp_path / "kernel.cu"
         file.write_text(f"#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n{text}")
         command = [nvcc, "-arch=sm_80", "-cubin", "-std=c++17", "-o", str(tmp_path / "out"), str(file)]

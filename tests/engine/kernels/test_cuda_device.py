@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels import cuda
-from mlx_experts.engine.kernels._fused import FusedPair
+from mlx_experts.engine.kernels import activations
+from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair
 
 pytestmark = pytest.mark.cuda
 

@@ -4,9 +4,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels import gather, naive, pack
-from mlx_experts.engine.measure import relative_rms
+from mlx_experts.engine.kernels import activations, expert_weights, gather, naive
+from mlx_experts.engine.tools.bench_experts import relative_rms
 
 STORED = [
     ("plain", 0, 0),
@@ -25,7 +24,7 @@ def test_gather_matches_the_truth(container, token, stored, kind, rows):
     activation = activations.make("swiglu")
     c = container(stored=stored(*kind), bias=True)
     call = token(rows=rows)
-    truth = naive.experts_in_float32(pack.read(c, activation), *call)
+    truth = naive.experts_in_float32(expert_weights.read(c, activation), *call)
     made = gather.experts(c, activation, *call)
     assert made.shape == call.x.shape
     assert relative_rms(made, truth) < 1e-5
@@ -36,7 +35,7 @@ def test_ungated_containers_and_other_activations_match_the_truth(container, tok
     activation = activations.make(name, 1.7, 2.0)
     c = container(name)
     call = token(rows=40)
-    truth = naive.experts_in_float32(pack.read(c, activation), *call)
+    truth = naive.experts_in_float32(expert_weights.read(c, activation), *call)
     assert relative_rms(gather.experts(c, activation, *call), truth) < 1e-5
 
 
@@ -45,7 +44,7 @@ def test_a_global_scale_works_on_the_cpu_where_mlx_has_no_product_for_it(contain
     c = container(stored=stored("nvfp4", 4, 16, True), bias=True)
     for rows in (1, 40):
         call = token(rows=rows)
-        truth = naive.experts_in_float32(pack.read(c, activation), *call)
+        truth = naive.experts_in_float32(expert_weights.read(c, activation), *call)
         assert relative_rms(gather.experts(c, activation, *call), truth) < 1e-5
 
 
@@ -73,7 +72,7 @@ def test_all_rows_on_one_expert_match_the_truth(container, token):
     c = container()
     x, indices, weights = token(rows=40)
     same = mx.full(indices.shape, 3, mx.uint32)
-    truth = naive.experts_in_float32(pack.read(c, activation), x, same, weights)
+    truth = naive.experts_in_float32(expert_weights.read(c, activation), x, same, weights)
     assert relative_rms(gather.experts(c, activation, x, same, weights), truth) < 1e-5
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels import metal
-from mlx_experts.engine.kernels.source import activation_text, text
+from mlx_experts.engine.kernels import activations
+from mlx_experts.engine.kernels.gpu import metal
+from mlx_experts.engine.kernels.gpu.source import activation_text, text
 
 LIMITS = {mx.bfloat16: 5e-3, mx.float16: 5e-3, mx.float32: 1e-5}
 CASES = {
@@ -34,13 +34,13 @@ def same(text: str) -> str:
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_text_matches_truth_on_the_cpu(options, build_case, case_type, host_metal):
     built = build_case(case_type(**options), "metal")
-    pair = metal.launches(built.experts, built.facts)
+    pair = metal.launches(built.experts, built.request)
     assert built.distance(built.run_on(host_metal, metal.BACKEND, pair, same)) < LIMITS[built.x.dtype]
 
 
 def test_the_same_token_gives_the_same_bits_twice(build_case, case_type, host_metal):
     built = build_case(case_type(), "metal")
-    pair = metal.launches(built.experts, built.facts)
+    pair = metal.launches(built.experts, built.request)
     first, second = (built.run_on(host_metal, metal.BACKEND, pair, same) for _ in range(2))
     assert first.tobytes() == second.tobytes()
 
@@ -55,7 +55,7 @@ def test_the_same_token_gives_the_same_bits_twice(build_case, case_type, host_me
 )
 def test_a_planted_mistake_is_noticed(right, wrong, build_case, case_type, host_metal):
     built = build_case(case_type(), "metal")
-    pair = metal.launches(built.experts, built.facts)
+    pair = metal.launches(built.experts, built.request)
     assert right in pair.up.header + pair.up.source
     mistaken = built.run_on(host_metal, metal.BACKEND, pair, lambda t: t.replace(right, wrong))
     assert not built.distance(mistaken) < 5e-3
@@ -63,7 +63,7 @@ def test_a_planted_mistake_is_noticed(right, wrong, build_case, case_type, host_
 
 def test_a_pointer_that_loses_its_address_space_does_not_compile(build_case, case_type, host_metal):
     built = build_case(case_type(), "metal")
-    pair = metal.launches(built.experts, built.facts)
+    pair = metal.launches(built.experts, built.request)
     with pytest.raises(RuntimeError, match=r"no matching function|address space"):
         built.run_on(
             host_metal,
@@ -77,10 +77,12 @@ def test_every_activation_means_the_same_in_c(host_metal):
     """Each C form, through Metal's prelude, against the table's array form."""
     gates = [-90.0, -7.3, -1.1, -0.02, 0.0, 0.4, 3.0, 8.5, 90.0]
     ups = [-8.0, -0.3, 1.7, 7.5]
-    facts = [activations.make(n, alpha=1.7, limit=lim) for n in activations.names() for lim in (0.0, 2.5)]
-    facts = [f for f in facts if activation_text(f) is not None]
-    bodies = [activation_text(f).replace("me_activation", f"form_{i}") for i, f in enumerate(facts)]
-    calls = "\n".join(f"if (group == {i}) y[group * 36 + lane] = form_{i}(g, u);" for i in range(len(facts)))
+    request = [activations.make(n, alpha=1.7, limit=lim) for n in activations.names() for lim in (0.0, 2.5)]
+    request = [f for f in request if activation_text(f) is not None]
+    bodies = [activation_text(f).replace("me_activation", f"form_{i}") for i, f in enumerate(request)]
+    calls = "\n".join(
+        f"if (group == {i}) y[group * 36 + lane] = form_{i}(g, u);" for i in range(len(request))
+    )
     source = (
         f"{text('prelude.metal')}{''.join(bodies)}"
         "[[kernel]] void forms(\n  const device float* gs [[buffer(0)]],\n"
@@ -91,10 +93,10 @@ def test_every_activation_means_the_same_in_c(host_metal):
         "for (int lane = thread_index_in_simdgroup; lane < 36; lane += 32) {\n"
         f"const float g = gs[lane / 4], u = us[lane % 4];\n{calls}\n}}\n}}\n"
     )
-    got = host_metal.call(source, [gates, ups], len(facts) * 36, groups=len(facts), threads=32)
+    got = host_metal.call(source, [gates, ups], len(request) * 36, groups=len(request), threads=32)
     g = mx.repeat(mx.array(gates), 4)
     u = mx.concatenate([mx.array(ups)] * len(gates))
-    for i, f in enumerate(facts):
+    for i, f in enumerate(request):
         wanted = activations.apply(f, g if f.gated else None, u)
         mine = mx.array(got[i * 36 : (i + 1) * 36])
         error = (mx.abs(mine - wanted) / (mx.abs(wanted) + 1.0)).max().item()
@@ -108,6 +110,6 @@ def test_metal_is_declined_where_there_is_none():
 
 def test_shapes_are_cut_into_whole_simd_groups(build_case, case_type):
     built = build_case(case_type(), "metal")
-    pair = metal.launches(built.experts, dataclasses.replace(built.facts, top_k=32))
-    assert pair.up.groups * pair.up.warps >= 32 * built.facts.expert_width
-    assert pair.down.groups * pair.down.warps * 2 >= built.facts.input_width
+    pair = metal.launches(built.experts, dataclasses.replace(built.request, top_k=32))
+    assert pair.up.groups * pair.up.warps >= 32 * built.request.expert_width
+    assert pair.down.groups * pair.down.warps * 2 >= built.request.input_width

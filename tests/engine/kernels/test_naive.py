@@ -4,8 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine import activations
-from mlx_experts.engine.kernels import naive, pack
+from mlx_experts.engine.kernels import activations, expert_weights, naive
 
 
 def _affine(stack, expert):
@@ -23,7 +22,7 @@ def _affine(stack, expert):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_dequantised_matches_the_bit_stream(container, stored, bits):
-    experts = pack.read(container(stored=stored("affine", bits, 32)), activations.make("swiglu"))
+    experts = expert_weights.read(container(stored=stored("affine", bits, 32)), activations.make("swiglu"))
     for stack in experts.stacks():
         np.testing.assert_allclose(np.array(naive.dequantised(stack, 3)), _affine(stack, 3), atol=1e-6)
 
@@ -41,13 +40,13 @@ def test_experts_follow_the_definition(container, token):
             g = w["gate_proj"][e] @ rows[t] + b["gate_proj"][e]
             u = w["up_proj"][e] @ rows[t] + b["up_proj"][e]
             wanted[t] += s * (w["down_proj"][e] @ (g / (1 + np.exp(-g)) * u) + b["down_proj"][e])
-    made = naive.experts_in_float32(pack.read(c, activations.make("swiglu")), x, indices, weights)
+    made = naive.experts_in_float32(expert_weights.read(c, activations.make("swiglu")), x, indices, weights)
     assert made.shape == x.shape
     np.testing.assert_allclose(np.array(made)[0], wanted, atol=2e-6)
 
 
 def test_the_result_is_rounded_once_to_the_inputs_dtype(container, token):
-    experts = pack.read(container(dtype=mx.bfloat16), activations.make("swiglu"))
+    experts = expert_weights.read(container(dtype=mx.bfloat16), activations.make("swiglu"))
     call = token(dtype=mx.bfloat16)
     made = naive.experts(experts, *call)
     assert made.dtype == mx.bfloat16

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine.kernels import router
-from mlx_experts.engine.kernels.facts import Decline
-from mlx_experts.engine.kernels.router import RouterSteps
-from mlx_experts.engine.kernels.source import Launch
+from mlx_experts.engine.kernels import router_kernel as router
+from mlx_experts.engine.kernels.gpu.source import Launch
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
 CASES = {
     "softmax": RouterSteps(64, 8),
@@ -131,7 +131,7 @@ def test_a_planted_mistake_is_noticed(right, wrong, host_metal):
 
 @pytest.mark.parametrize("steps", CASES.values(), ids=CASES)
 def test_the_kernel_takes_these_steps(steps):
-    assert router.judge(steps) is None
+    assert router.check(steps) is None
 
 
 @pytest.mark.parametrize(

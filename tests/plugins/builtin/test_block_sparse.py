@@ -14,13 +14,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import BatchKVCache, CacheList
 
 from mlx_experts import load_model
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.model import make_mixer
-from mlx_experts.engine.selfcheck import build_tiny
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.models.decoder import make_mixer
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve import resolve
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 BLOCK, KEEP, LOCAL, LENGTH = 3, 3, 2, 17
 CASE = Path(__file__).parents[2] / "cases" / "minimax_m3_vl" / "base" / "hub"
@@ -148,7 +148,7 @@ def to_transformers(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 def test_transformers_own_names_load_as_the_released_ones() -> None:
     model, _ = load_model(CASE)
     original = dict(mx.load(str(CASE / "model.safetensors")))
-    carried = model.carry(to_transformers(original)).tensors
+    carried = model.convert(to_transformers(original)).tensors
     wanted = dict(tree_flatten(model.parameters()))
     assert set(carried) == set(wanted)
     assert all(mx.array_equal(carried[name], value).item() for name, value in wanted.items())
@@ -181,6 +181,6 @@ def test_a_shared_expert_in_the_last_row_loads_quantised_too() -> None:
                 [rows["gate_proj"], rows["up_proj"]], axis=1
             )
             disk[f"{moe}.switch_mlp.down_proj.{plane}"] = rows["down_proj"]
-    carried = build_tiny(family, stated, seed=1).carry(disk).tensors
+    carried = build_tiny(family, stated, seed=1).convert(disk).tensors
     assert set(carried) == set(tensors)
     assert all(mx.array_equal(carried[name], value).item() for name, value in tensors.items())

@@ -14,10 +14,10 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_experts import save_model
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.plugins.builtin.compressed_groups import CompressedGroupsCache
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 IDS = mx.array([[3, 17, 42, 9, 5, 64, 23, 8, 30, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
 

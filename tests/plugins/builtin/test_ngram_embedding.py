@@ -9,12 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.plugins.builtin.ngram_embedding import NgramEmbedding
 from mlx_experts.registry.errors import ConfigError, SpecError
-from mlx_experts.registry.resolve import resolve
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 END, LONGEST, TABLES, RATIO, VOCABULARY = 5, 4, 2, 3, 96
 IDS = [7, 90, END, 3, 41, 41, 8, END, END, 60, 2, 9]

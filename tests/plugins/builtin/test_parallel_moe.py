@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.selfcheck import build_tiny
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import ConfigError, SpecError
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 
 def test_a_layer_without_its_dense_mlp_is_refused() -> None:

@@ -8,13 +8,13 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_experts.engine.families import catalog
-from mlx_experts.engine.state import ForwardState
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.plugins.builtin.shortcut import ShortcutLayer
 from mlx_experts.registry.errors import SpecError
-from mlx_experts.registry.resolve import resolve
-from mlx_experts.registry.schema import Family
-from mlx_experts.registry.synthetic import tiny_config
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.family import Family
 
 
 def layer_of(family: Family) -> Any:

@@ -16,7 +16,7 @@ from mlx_experts.registry.errors import SettingError
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = str(ROOT / "api" / "demo")
-COMMAND = [sys.executable, "-c", "from mlx_experts.registry.command import main; main()"]
+COMMAND = [sys.executable, "-c", "from mlx_experts.registry.cli.entry import main; main()"]
 MIXTRAL = (ROOT / "families" / "mixtral.yaml").read_text()
 
 
@@ -39,7 +39,8 @@ def test_an_interrupt_that_a_library_swallows_comes_once_more() -> None:
     program = textwrap.dedent(
         """
         import ctypes, os, signal, sys, time
-        from mlx_experts.registry import cli, command
+        from mlx_experts.registry import cli
+        from mlx_experts.registry.cli import entry as command
 
         def run(arguments):
             swallow = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGINT) or time.sleep(1))

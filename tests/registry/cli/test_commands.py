@@ -16,13 +16,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.registry.catalog import Catalog
+from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.cli import app, run
 
 CASES = Path(__file__).parent.parent.parent / "cases"
 DEMO = Path(str(files("mlx_experts").joinpath("demo")))
 CASE = str(CASES / "qwen3_moe" / "base" / "hub")
-MAIN = "from mlx_experts.registry.command import main; main()"
+MAIN = "from mlx_experts.registry.cli.entry import main; main()"
 COMMANDS = sorted(command.name or "" for command in app.registered_commands)
 
 
@@ -326,7 +326,7 @@ def test_parity_of_a_path_that_is_wrong_is_a_failed_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mlx_experts.engine.parity.GATHER_BOUNDS", dict.fromkeys(("float32", "bfloat16"), 1e-9)
+        "mlx_experts.engine.tools.parity.GATHER_BOUNDS", dict.fromkeys(("float32", "bfloat16"), 1e-9)
     )
     code, out, err = output(capsys, "parity", "mixtral")
     assert code == 2

@@ -23,6 +23,6 @@ def even_shares(*, logits: mx.array, top_k: int, options: Any) -> tuple[mx.array
 
 
 @hookimpl
-def offer_router_selections() -> dict[str, Any]:
+def register_router_selections() -> dict[str, Any]:
     """One selection of our own, and our own in place of a built-in one."""
     return {"even_shares": even_shares, "sparsemixer": Override(even_shares)}

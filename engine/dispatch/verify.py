@@ -1,0 +1,95 @@
+"""Tries a fused kernel once against gathered products before it is verify_kernel.
+
+A driver or a chip that nobody has tried may compute nonsense. Each kind of layer is tried on its own weights
+with random tokens, so that the kernel that will run is the one that was compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Literal, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.kernels import FusedRun, gather, naive
+from mlx_experts.engine.kernels.cpu.experts import evaluated
+from mlx_experts.engine.kernels.expert_weights import SharedExpertWeights
+from mlx_experts.engine.kernels.request import Decline, KernelRequest
+
+# Room for products in TF32 and for gathered ones that round after each step; a wrong kernel is off by about
+# the length of the output.
+_BOUNDS = {mx.float32: 1e-2, mx.bfloat16: 5e-2, mx.float16: 5e-2}
+
+
+def verify_kernel(
+    kernel: str,
+    run: FusedRun,
+    request: KernelRequest,
+    container: nn.Module,
+    x: mx.array,
+    shared: SharedExpertWeights | None = None,
+) -> FusedRun | Decline:
+    """The kernel where it agrees or cannot be tried, else why it is not to be used.
+
+    Args:
+        kernel: its name; each kernel is tried once in a process for each kind of layer.
+        run: the kernel, prepared for the container's weights.
+        request: what it was accepted for.
+        x: an input of the call, for its shape and dtype.
+        shared: the shared expert that the kernel adds.
+    """
+    tried, key = _tried(), (kernel, request)
+    verdict = tried.get(key)
+    if verdict is None:
+        verdict = _compare(kernel, run, request, container, x, shared)
+        if verdict is None:
+            return run  # not kept: the next layer of this kind may be tried
+        tried[key] = verdict
+    return verdict if isinstance(verdict, Decline) else run
+
+
+@functools.cache
+def _tried() -> dict[tuple[str, KernelRequest], Literal["agrees"] | Decline]:
+    return {}
+
+
+def _compare(
+    kernel: str,
+    run: FusedRun,
+    request: KernelRequest,
+    container: nn.Module,
+    x: mx.array,
+    shared: SharedExpertWeights | None,
+) -> Literal["agrees"] | Decline | None:
+    """None inside a function transformation, which has no values, and for weights that are no numbers."""
+    token = mx.random.normal(x.shape, key=mx.random.key(0)).astype(x.dtype)
+    shape = (*x.shape[:-1], request.top_k)
+    # From the first expert to the last one, in steps as even as can be.
+    picks = [k * (request.num_experts - 1) // max(request.top_k - 1, 1) for k in range(request.top_k)]
+    indices = mx.broadcast_to(mx.array(picks, dtype=mx.uint32), shape)
+    weights = mx.full(shape, 1.0 / request.top_k)
+    got = run(token, indices, weights)
+    if isinstance(got, Decline):
+        return None
+    # Packed weights are read in float32, so that only the kernel's own rounding is judged.
+    wide = token if request.up.format == "plain" else token.astype(mx.float32)
+    want = gather.experts(container, request.activation, wide, indices, weights)
+    if shared is not None:
+        want = want + naive.shared_in_float32(shared, token.reshape(-1)).reshape(x.shape)
+    distance, length = (mx.linalg.norm(t.astype(mx.float32)) for t in (got - want, want))
+    if not evaluated(distance, length) or not mx.isfinite(length).item():
+        return None
+    error = cast(float, (distance / mx.maximum(length, 1e-20)).item())
+    if error <= _BOUNDS[x.dtype]:
+        return "agrees"
+    found = f"a relative distance of {error:.1e} to gathered products"
+    warnings.warn(
+        f"The fused kernel '{kernel}' computes something else on this machine ({found}); gathered "
+        "products are used instead. Please report what `registry check --device` prints.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    wanted = f"at most {_BOUNDS[x.dtype]:.0e}"
+    return Decline("self_check", wanted, found, "Report what `registry check --device` prints.")

@@ -1,0 +1,73 @@
+"""Runs a pair of launches as one function of a token; shared by the CUDA and the Metal back-end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlx_experts.engine.kernels.expert_weights import ExpertWeights
+from mlx_experts.engine.kernels.gpu.source import Backend, Launch, down_arrays, up_arrays
+
+_Step = Callable[..., mx.array]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Launches A and B and the float32 words between them."""
+
+    up: Launch
+    down: Launch
+    words: int
+
+
+def arrays_of(experts: ExpertWeights) -> dict[str, mx.array]:
+    """Every array of a layer's stacks by the name that kernel text uses for it."""
+    return up_arrays(experts) | down_arrays(experts)
+
+
+@dataclass(eq=False)
+class FusedPair:
+    """One layer's experts as a function of one token (see ``FusedRun``); kernels are made once a top-k.
+
+    Args:
+        plan: the launches for a top-k.
+        options: passed to every launch, for tests.
+    """
+
+    backend: Backend
+    experts: ExpertWeights
+    dtype: mx.Dtype
+    plan: Callable[[int], Pair]
+    options: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._arrays = arrays_of(self.experts)
+        self._made: dict[tuple[int, tuple[int, ...]], tuple[_Step, _Step]] = {}
+
+    def _step(self, launch: Launch, tokens: list[mx.Dtype], shape: tuple[int, ...], out: mx.Dtype) -> _Step:
+        held = [self._arrays[name] for name in launch.inputs[len(tokens) :]]
+        dtypes = [*tokens, *(a.dtype for a in held), out]
+        run = launch.make(self.backend, dtypes, [shape], **self.options)
+        return lambda *token: run([*token, *held])[0]
+
+    def _make(self, top_k: int, shape: tuple[int, ...]) -> tuple[_Step, _Step]:
+        pair, index, wide = self.plan(top_k), mx.uint32, mx.float32
+        return (
+            self._step(pair.up, [self.dtype, index], (pair.words,), wide),
+            self._step(pair.down, [wide, index, wide], shape, self.dtype),
+        )
+
+    def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        """``x [..., H]`` (one row), ``indices`` and ``weights`` ``[..., K]`` to ``y`` like ``x``."""
+        if indices.dtype != mx.uint32:
+            indices = indices.astype(mx.uint32)
+        if weights.dtype != mx.float32:
+            weights = weights.astype(mx.float32)
+        key = (indices.shape[-1], x.shape)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(*key)
+        up, down = made
+        return down(up(x, indices), indices, weights)

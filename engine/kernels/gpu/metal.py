@@ -1,0 +1,46 @@
+"""The fused expert computation on an Apple GPU: the warp-per-row form that CUDA also has.
+
+The text is compiled and run on the CPU in tests; no Metal device has run it yet.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_experts.engine.kernels.expert_weights import ExpertWeights, request_of
+from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, Pair
+from mlx_experts.engine.kernels.gpu.source import Backend, is_weighed, row_values, rows_down, rows_up
+from mlx_experts.engine.kernels.request import Decline, KernelRequest
+
+BACKEND = Backend(
+    prelude="prelude.metal",
+    opening=(
+        "const int lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup,"
+        " group = threadgroup_position_in_grid.x;\n"
+    ),
+    maker=mx.fast.metal_kernel,
+)
+
+
+def unavailable() -> Decline | None:
+    """Why this machine cannot run the kernels, or None."""
+    if mx.metal.is_available():
+        return None
+    return Decline("metal", "an Apple GPU", "none", "Run on Apple silicon.")
+
+
+def launches(experts: ExpertWeights, request: KernelRequest) -> Pair:
+    """Launches A and B. Groups are small: MLX's own matrix-vector kernels use two SIMD groups."""
+    return Pair(
+        rows_up(BACKEND, experts, request, warps=2),
+        rows_down(BACKEND, experts, request, warps=2),
+        row_values(request) + is_weighed(request),
+    )
+
+
+def prepare(experts: ExpertWeights, dtype: mx.Dtype) -> FusedPair | Decline:
+    """The fused function of one layer."""
+    request = partial(request_of, experts, experts.activation, rows=1, dtype=dtype, device="metal")
+    return FusedPair(BACKEND, experts, dtype, plan=lambda k: launches(experts, request(top_k=k)))

@@ -1,0 +1,31 @@
+"""What every mixer (attention and its likes) provides to a decoder layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.layers.forward_context import ForwardState
+
+
+class Mixer(nn.Module):
+    """A module that mixes information between tokens.
+
+    Subclasses take ``(layer, plan)``, name the leaves that a dtype cast must leave in float32, and make
+    their own cache.
+    """
+
+    float32_leaves: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
+        raise NotImplementedError
+
+    def make_cache(self) -> Any:
+        """A fresh cache, or None when the mixer keeps nothing."""
+        raise NotImplementedError
+
+    def shard(self, group: mx.distributed.Group) -> None:
+        """Keep this rank's share; a mixer that says nothing else stays whole on every rank."""

@@ -1,0 +1,63 @@
+"""The gated short convolution of the LFM2 models: a mixer that sees a few tokens back.
+
+Legend: B batch, L tokens, D model width, K kernel width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+from pydantic import Field
+
+from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.conv import causal_conv, make_causal_conv
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.options import mixer_options
+from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
+from mlx_experts.registry.spec.values import Bool, Spec, Width
+
+
+class ShortConvOptions(Spec):
+    """Options of a gated short convolution."""
+
+    kernel: Width = Field(description="Width of the convolution.")
+    bias: Bool = Field(description="Biases on the projections and the convolution.")
+
+
+class ShortConv(Mixer):
+    """``out(c * conv(b * h))`` with ``[b, c, h] = in(x)``, after transformers' ``models/lfm2_moe``.
+
+    Args:
+        layer: the layer's plan; the mixer's options are :class:`ShortConvOptions`.
+        plan: the model's plan.
+    """
+
+    def __init__(self, layer: LayerPlan, plan: Plan) -> None:
+        super().__init__()
+        spec = mixer_options(ShortConvOptions, layer, "a short convolution")
+        width = layer.sizes.hidden_size
+        self.conv = make_causal_conv(width, spec.kernel, spec.bias)
+        self.in_proj = nn.Linear(width, 3 * width, bias=spec.bias)
+        self.out_proj = nn.Linear(width, width, bias=spec.bias)
+
+    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
+        b, c, h = mx.split(self.in_proj(x), 3, axis=-1)
+        h = causal_conv(self.conv, b * h, state.recurrent_mask(x, cache), cache)
+        if cache is not None:
+            cache.advance(x.shape[1])
+        return self.out_proj(c * h)
+
+    def make_cache(self) -> ArraysCache:
+        """The convolution's last K - 1 inputs."""
+        return ArraysCache(size=1)
+
+
+@hookimpl
+def register_mixers() -> dict[str, Any]:
+    """The mixer `short_conv`."""
+    return {"short_conv": ShortConv}

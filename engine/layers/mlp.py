@@ -1,0 +1,88 @@
+"""Dense MLPs: the layers without experts, and shared experts."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.kernels import activations
+from mlx_experts.engine.kernels.request import Activation
+from mlx_experts.engine.layers.module_tree import find, place
+from mlx_experts.engine.layers.tensor_parallel import Group, spread_columns, spread_rows
+from mlx_experts.registry.spec.family import ActivationSpec
+
+
+def activation_of(spec: ActivationSpec, glu: bool = True) -> Activation:
+    """The activation that a resolved section names.
+
+    Args:
+        glu: whether there is a gate that a function of one argument can apply to.
+    """
+    return activations.make(spec.name, float(spec.alpha), float(spec.limit), glu)
+
+
+class MLP(nn.Module):
+    """``down(act(gate(x), up(x)))``, or ``down(act(up(x)))`` for an ungated activation.
+
+    Args:
+        dims: input and output width.
+        width: inner width.
+        activation: the activation, which says whether there is a gate.
+        bias: biases on all projections.
+        names: leaves of gate, up and down.
+        fused: gate and up are one matrix, gate rows first, under the gate's name.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        width: int,
+        activation: Activation,
+        *,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        fused: bool = False,
+    ) -> None:
+        super().__init__()
+        self._activation, self._names, self._fused = activation, names, fused
+        gate, up, down = names
+        if fused:
+            place(self, gate, nn.Linear(dims, 2 * width, bias=bias))
+        else:
+            if activation.gated:
+                place(self, gate, nn.Linear(dims, width, bias=bias))
+            place(self, up, nn.Linear(dims, width, bias=bias))
+        place(self, down, nn.Linear(width, dims, bias=bias))
+
+    @property
+    def activation(self) -> Activation:
+        """The activation between the projections."""
+        return self._activation
+
+    def projections(self) -> dict[str, nn.Module]:
+        """The projections as they are now: ``gate`` (when gated) and ``up``, or ``gate_up``, and ``down``."""
+        gate, up, down = self._names
+        first = {"gate_up": gate} if self._fused else {"gate": gate} if self._activation.gated else {}
+        paths = first if self._fused else {**first, "up": up}
+        return {part: find(self, path) for part, path in {**paths, "down": down}.items()}
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate_name, up_name, down_name = self._names
+        gate = None
+        if self._fused:
+            gate, up = mx.split(find(self, gate_name)(x), 2, axis=-1)
+        else:
+            up = find(self, up_name)(x)
+            if self._activation.gated:
+                gate = find(self, gate_name)(x)
+        return find(self, down_name)(activations.apply(self._activation, gate, up))
+
+    def shard(self, group: Group) -> None:
+        """Keep this rank's share of the inner width."""
+        gate, up, down = self._names
+        if self._fused:
+            spread_rows(self, gate, group, segments=2)
+        else:
+            for path in (gate, up) if self._activation.gated else (up,):
+                spread_rows(self, path, group)
+        spread_columns(self, down, group)

@@ -1,0 +1,85 @@
+"""Placing modules under the paths that checkpoints name, and the decoder's norms."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.spec.family import NormSpec
+from mlx_experts.registry.spec.values import MODULE_PATH, PATH_WORDS
+
+
+def place(parent: nn.Module, path: str, child: Any) -> Any:
+    """Put ``child`` at a dotted path below ``parent``, making plain modules on the way.
+
+    Returns:
+        The child.
+
+    Raises:
+        SpecError: something else stands there already, or the path is none.
+    """
+    if re.fullmatch(MODULE_PATH, path) is None:
+        raise SpecError(
+            "a family file names a module by something else than a path",
+            expected=PATH_WORDS[MODULE_PATH],
+            found=repr(path)[:80],
+        )
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if name not in parent:
+            parent[name] = nn.Module()
+        parent = parent[name]
+    if leaf in parent:
+        raise SpecError("a family file puts two modules in one place", where=path)
+    parent[leaf] = child
+    return child
+
+
+def find(parent: nn.Module, path: str) -> Any:
+    """The module or array at a dotted path below ``parent``; ``parent`` itself for an empty path.
+
+    Looked up at each call because quantising and adapters replace modules in the tree.
+    """
+    if path:
+        for name in path.split("."):
+            parent = parent[name]
+    return parent
+
+
+def look_up(embedding: nn.Module, ids: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    """Rows of an embedding, in the type that the model computes in.
+
+    MLX unpacks planes without biases to bfloat16 whatever that type is; the values are exact in it.
+    """
+    rows: mx.array = embedding(ids)
+    if dtype is not None and "scales" in embedding and "biases" not in embedding:
+        return rows.astype(dtype)
+    return rows
+
+
+class ZeroCentredRMSNorm(nn.Module):
+    """RMSNorm whose stored weight is the distance from one: ``x / rms(x) * (1 + weight)``."""
+
+    def __init__(self, dims: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.zeros((dims,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, 1.0 + self.weight, self.eps)
+
+
+def make_norm(spec: NormSpec, dims: int, eps: float) -> nn.Module:
+    """The norm that a family declares, over the last axis of width ``dims``."""
+    eps = spec.eps if spec.eps is not None else eps
+    if spec.kind == "layer":
+        return nn.LayerNorm(dims, eps=eps)
+    if spec.kind == "layer_no_bias":
+        return nn.LayerNorm(dims, eps=eps, bias=False)
+    if spec.offset == "run":
+        return ZeroCentredRMSNorm(dims, eps)
+    return nn.RMSNorm(dims, eps=eps)

@@ -1,0 +1,146 @@
+"""Tensor parallelism: wide matrices spread over the ranks of a group, the residual stream whole on each.
+
+Megatron-LM's scheme (Shoeybi et al. 2019), as in mlx-lm's ``shard``: a projection into a wide space keeps a
+rank's rows, one out of it keeps the columns and is summed over the ranks. Norms, routers, embeddings and
+the head stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import shard_inplace, shard_linear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
+from mlx_experts.registry.errors import SettingError
+
+Group = mx.distributed.Group
+
+
+def share_of(total: int, group: Group, what: str) -> int:
+    """What one rank gets of ``total``.
+
+    Raises:
+        SettingError: the ranks cannot divide it.
+    """
+    if total % group.size():
+        raise SettingError(
+            f"{what} cannot be spread over the ranks",
+            expected=f"a multiple of {group.size()}",
+            found=str(total),
+            hint="use a number of ranks that divides it",
+        )
+    return total // group.size()
+
+
+def spread_rows(parent: nn.Module, path: str, group: Group, segments: list[int] | int = 1) -> None:
+    """Keep this rank's output rows of the linear layer at ``path``.
+
+    Args:
+        segments: how many equal parts the rows hold, or where their parts begin; each is spread alone.
+
+    Raises:
+        SettingError: the rows cannot be divided, or the layer carries an adapter.
+    """
+    module = _linear(parent, path)
+    share_of(module.weight.shape[0], group, f"the rows of '{path}'")
+    _replace(parent, path, shard_linear(module, "all-to-sharded", segments=segments, group=group))
+
+
+def spread_columns(parent: nn.Module, path: str, group: Group) -> None:
+    """Keep this rank's input columns of the linear layer at ``path``, and sum over the ranks after it.
+
+    Raises:
+        SettingError: the columns, or their quantisation groups, cannot be divided, or there is an adapter.
+    """
+    module = _linear(parent, path)
+    _check_columns(module, group, path)
+    _replace(parent, path, shard_linear(module, "sharded-to-all", group=group))
+
+
+def spread_experts(container: nn.Module, group: Group, path: str) -> None:
+    """Keep this rank's share of every expert's inner width, in place; the caller sums over the ranks.
+
+    Args:
+        container: ``gate_proj, up_proj, down_proj`` or ``fc1, fc2`` of mlx-lm.
+        path: the container's module path, for messages.
+
+    Raises:
+        SettingError: the width, or its quantisation groups, cannot be divided, or there is an adapter.
+    """
+    into, out_of = (("fc1",), "fc2") if "fc1" in container else (("gate_proj", "up_proj"), "down_proj")
+    for leaf in (*into, out_of):
+        if type(container[leaf]) not in (SwitchLinear, QuantizedSwitchLinear):
+            raise _adapted(f"{path}.{leaf}", container[leaf])
+    for leaf in into:
+        share_of(container[leaf].weight.shape[-2], group, f"the rows of '{path}.{leaf}'")
+    down = container[out_of]
+    _check_columns(down, group, f"{path}.{out_of}")
+    for leaf in into:
+        shard_inplace(container[leaf], _rows_of_experts, group=group)
+    shard_inplace(down, _columns_of_experts, group=group)
+    if "bias" in down:
+        # Every rank adds it before the sum over the ranks.
+        down.bias = down.bias / group.size()
+
+
+def _rows_of_experts(path: str, value: mx.array) -> int | None:
+    if path.endswith("global_scale"):
+        return None
+    return -1 if path.endswith("bias") else -2
+
+
+def _columns_of_experts(path: str, value: mx.array) -> int | None:
+    return None if path.endswith(("bias", "global_scale")) else -1
+
+
+def _replace(parent: nn.Module, path: str, module: nn.Module) -> None:
+    above, _, leaf = path.rpartition(".")
+    find(parent, above)[leaf] = module
+
+
+def _linear(parent: nn.Module, path: str) -> nn.Module:
+    module: nn.Module = find(parent, path)
+    if type(module) not in (nn.Linear, nn.QuantizedLinear):
+        raise _adapted(path, module)
+    return module
+
+
+def _adapted(path: str, module: nn.Module) -> SettingError:
+    return SettingError(
+        "a layer that carries an adapter cannot be spread over ranks",
+        where=path,
+        found=type(module).__name__,
+        hint="fuse the adapter into the weights first",
+    )
+
+
+def _check_columns(module: nn.Module, group: Group, path: str) -> None:
+    """Each rank's columns must be whole quantisation groups, and fill whole words."""
+    share_of(module.weight.shape[-1], group, f"the columns of '{path}', as they are stored,")
+    if "scales" in module:
+        share_of(module.scales.shape[-1], group, f"the quantisation groups along the columns of '{path}'")
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over a width that is spread over the ranks: the mean square is taken over all of them.
+
+    Args:
+        norm: the whole norm.
+        group: the ranks.
+    """
+
+    def __init__(self, norm: nn.RMSNorm | ZeroCentredRMSNorm, group: Group) -> None:
+        super().__init__()
+        width = share_of(norm.weight.shape[0], group, "the width of a norm")
+        self.weight = norm.weight[group.rank() * width : (group.rank() + 1) * width]
+        self.eps = norm.eps
+        self._group, self._width = group, norm.weight.shape[0]
+        self._centre = 1.0 if isinstance(norm, ZeroCentredRMSNorm) else 0.0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        wide = x.astype(mx.float32)
+        squares = mx.distributed.all_sum(mx.square(wide).sum(axis=-1, keepdims=True), group=self._group)
+        scaled = wide * mx.rsqrt(squares / self._width + self.eps)
+        return (scaled * (self._centre + self.weight.astype(mx.float32))).astype(x.dtype)

@@ -1,0 +1,208 @@
+"""Loads a checkpoint folder into a model: config, family, plan, tensors, quantisation, account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_experts.engine.dispatch import policy
+from mlx_experts.engine.dispatch.expert_dispatch import current_device
+from mlx_experts.engine.models.base import LanguageModel
+from mlx_experts.engine.models.decoder import ModelArgs
+from mlx_experts.engine.models.factory import build
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.weights.audit import check_account
+from mlx_experts.engine.weights.quantization import Format, Reader, quantize_modules, settings
+from mlx_experts.engine.weights.reader import load_arrays, reading, stored_dtypes
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+from mlx_experts.registry.checkpoint.size_limits import check_sizes
+from mlx_experts.registry.errors import QuantizationError, SettingError, TensorError
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.spec.family import Family
+
+Progress = Callable[[int, int, str], None]
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass
+class LoadReport:
+    """What a load did that a person may ask about.
+
+    Args:
+        family: name of the family.
+        notices: remarks, such as quantisation entries that matched nothing.
+        dropped: tensors dropped by declared rules, counted by rule.
+        formats: format of every quantised module, by path.
+        dtype: name of the compute dtype, or None for the checkpoint's.
+    """
+
+    family: str
+    notices: list[str] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, Format] = field(default_factory=dict)
+    dtype: str | None = None
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    lazy: bool = False,
+    fused: bool | None = None,
+    dtype: str | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    families: tuple[Path, ...] = (),
+    family: Family | str | None = None,
+    progress: Progress | None = None,
+) -> tuple[LanguageModel, dict[str, Any], LoadReport]:
+    """Build the model of a checkpoint and fill every parameter.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        lazy: leave the arrays unevaluated.
+        fused: True or False to force or forbid the fused path; None for the policy.
+        dtype: compute dtype (`float32`, `float16`, `bfloat16`); None for float32 on the CPU, where MLX's
+            narrow products are many times slower, and the checkpoint's own elsewhere.
+        model_config: entries that replace those of config.json.
+        families: further folders with family files.
+        family: use this family, or the one of this name, whatever the config says.
+        progress: called with (shards read, shards in all, file name).
+
+    Returns:
+        The model, its config, and a report.
+
+    Raises:
+        RegistryError: whatever is wrong with the checkpoint, its config, or an argument.
+    """
+    compute = compute_dtype(dtype)
+    # Settings that no layer could use are refused before anything is read.
+    policy.resolve(current_device(), fused)
+    config = {**checkpoint.config, **(model_config or {})}
+    known = catalog(*families)
+    if isinstance(family, str):
+        family = known.load(family)
+    plan = resolve(family or known.for_config(config), config)
+    check_sizes(plan, checkpoint)
+    args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
+    model = build(args)
+    report = LoadReport(plan.family.family, list(checkpoint.notices))
+    report.dtype = compute
+    with reading(checkpoint):
+        try:
+            _fill(model, checkpoint, config, report, progress)
+        except (TensorError, QuantizationError) as error:
+            raise error.within(checkpoint.parts) from error
+        model.eval()
+        if not lazy:
+            # One layer at a time, so that what is cut or decoded on the way is released with each.
+            for layer in model.layers:
+                mx.eval(layer.parameters())
+            mx.eval(model.parameters())
+    return model, config, report
+
+
+def _fill(
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    config: dict[str, Any],
+    report: LoadReport,
+    progress: Progress | None,
+) -> None:
+    """Give every parameter its tensor, unevaluated; nothing else holds the checkpoint's arrays afterwards."""
+    arrays, dropped = model.converter.sift(load_arrays(checkpoint, progress))
+    dense = _DTYPES.get(report.dtype or "", mx.bfloat16)
+    decoded = model.converter.decode(arrays, config, stored_dtypes(checkpoint), dense)
+    carried = model.convert(decoded.weights)
+    report.dropped = dict(dropped + carried.dropped)
+    report.notices += [*model.remarks, *decoded.notices]
+    report.notices += [
+        f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
+        for rule, count in carried.lacking.items()
+    ]
+    entry = decoded.quantization or settings(config)
+    reader = Reader(entry, model.converter)
+    report.formats = quantize_modules(model, carried.tensors, reader)
+    report.notices += reader.remarks()
+    wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    check_account(wanted, carried.tensors, "")
+    tensors = cast_tensors(model, carried.tensors, report.dtype)
+    model.update(tree_unflatten(list(tensors.items())))
+    _settle_quantization(config, report.formats, reader.as_declared and entry == config.get("quantization"))
+
+
+def compute_dtype(dtype: str | None) -> str | None:
+    """The compute dtype to use: the one asked for, float32 on the CPU, else None for the checkpoint's.
+
+    Raises:
+        SettingError: the dtype is not known.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise SettingError("the dtype is not known", expected=", ".join(_DTYPES), found=str(dtype))
+    if dtype is None and mx.default_device().type == mx.DeviceType.cpu:
+        return "float32"
+    return dtype
+
+
+def cast_tensors(
+    model: LanguageModel, tensors: Mapping[str, mx.array], dtype: str | None
+) -> dict[str, mx.array]:
+    """Float tensors, scales of quantised ones too, in the compute dtype, except those that stay float32.
+
+    Tensors of two types would widen what they meet to float32, so None too stands for one type: the
+    checkpoint's own.
+    """
+    keeps = model.cast_predicate
+    wanted = _own_dtype(model, tensors) if dtype is None else _DTYPES[dtype]
+    return {
+        name: value.astype(wanted)
+        if mx.issubdtype(value.dtype, mx.floating)
+        and (wanted == mx.float32 or keeps(name))
+        and not name.endswith(".global_scale")
+        else value
+        for name, value in tensors.items()
+    }
+
+
+def _own_dtype(model: LanguageModel, tensors: Mapping[str, mx.array]) -> mx.Dtype:
+    """The dtype that a checkpoint computes in: what its config says where its tensors have it, else that
+    of the embedding."""
+    plan = model.plan
+    floats = {n: v.dtype for n, v in tensors.items() if mx.issubdtype(v.dtype, mx.floating)}
+    for key in ("dtype", "torch_dtype"):
+        stated = _DTYPES.get(str(plan.config.get(key)))
+        if stated is not None and stated in floats.values():
+            return stated
+    names = plan.family.names
+    embedding = f"{names.wrapper}.{names.root}.{names.embed}".removeprefix(".")
+    found = (floats.get(f"{embedding}.{plane}") for plane in ("weight", "scales"))
+    return next(filter(None, [*found, *floats.values()]), mx.float32)
+
+
+def _settle_quantization(config: dict[str, Any], formats: Mapping[str, Format], as_declared: bool) -> None:
+    """Make the config say how the tensors are quantised now, for whoever saves them."""
+    if not formats or not as_declared:
+        config.pop("quantization", None)
+        # Another library's entry no longer holds, and mlx-lm's copy of its own must not differ.
+        config.pop("quantization_config", None)
+        if formats:
+            config["quantization"] = saved_quantization(formats)
+
+
+def saved_quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
+    """The quantisation entry that describes these formats: the commonest as default, the rest by path."""
+    counts: dict[Format, int] = {}
+    for found in formats.values():
+        counts[found] = counts.get(found, 0) + 1
+    common = max(counts, key=lambda f: counts[f])
+    others = {path: _words(found) for path, found in formats.items() if found != common}
+    # mlx-lm sees by the tensors which modules have a scale of the whole, where no entry of their own says so.
+    return {**_words(replace(common, global_scale=False)), **others}
+
+
+def _words(found: Format) -> dict[str, Any]:
+    words = {"group_size": found.group_size, "bits": found.bits, "mode": found.mode}
+    return {**words, "global_scale": True} if found.global_scale else words

@@ -1,0 +1,367 @@
+"""The decoder that a plan describes, and the model object that mlx-lm's tools expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.mlp import MLP, activation_of
+from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
+from mlx_experts.engine.layers.moe import MoE, make_shared
+from mlx_experts.engine.layers.per_layer_inputs import SHARED, LayerInputs
+from mlx_experts.engine.models.base import LanguageModel
+from mlx_experts.engine.weights.conversion import WeightConverter
+from mlx_experts.plugins.manager import components
+from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan, resolve
+from mlx_experts.registry.spec.family import GqaSpec
+
+
+def make_mixer(layer: LayerPlan, plan: Plan) -> Mixer | None:
+    """The mixer of a layer; a plugin's where the family names one; None for a layer without."""
+    if layer.mixer is None:
+        return None
+    if isinstance(layer.mixer, GqaSpec):
+        return Attention(layer, plan)
+    mixer: Mixer = components().mixer(layer.mixer.kind)(layer=layer, plan=plan)
+    return mixer
+
+
+def layer_path(layer: LayerPlan, plan: Plan) -> str:
+    """Module path of a decoder layer."""
+    names = plan.family.names
+    wrapper = f"{names.wrapper}." if names.wrapper else ""
+    return f"{wrapper}{names.root}.{names.layers}.{layer.index}"
+
+
+def make_mlp(layer: LayerPlan, plan: Plan, fused: bool | None) -> nn.Module | None:
+    """The MLP of a layer: experts, a dense MLP, or None."""
+    if layer.mlp == "moe":
+        assert layer.moe is not None
+        return MoE(layer, f"{layer_path(layer, plan)}.{layer.moe.path}", fused)
+    if layer.mlp == "dense":
+        dense = layer.dense
+        assert dense is not None
+        return MLP(
+            layer.sizes.hidden_size,
+            dense.width if dense.width is not None else layer.sizes.dense_width or 0,
+            activation_of(dense.activation, dense.kind == "glu"),
+            bias=dense.bias,
+            names=dense.names,
+        )
+    return None
+
+
+class DecoderLayer(nn.Module):
+    """``h = x + post(mixer(pre(x)))`` and ``h + post(mlp(pre(h)))``, with the norms that exist.
+
+    Args:
+        layer: the layer's plan.
+        plan: the model's plan.
+        fused: passed to the MoE block.
+    """
+
+    def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
+        super().__init__()
+        self._block, self._multiplier = plan.family.block, layer.residual_multiplier
+        sizes, block = layer.sizes, self._block
+        mixer, mlp = make_mixer(layer, plan), make_mlp(layer, plan, fused)
+        if block.parallel and (mixer is None or mlp is None):
+            raise ConfigError(
+                f"layer {layer.index} has parallel branches and lacks one",
+                where=f"{plan.family.family}.yaml, block",
+                expected="a mixer and an MLP in every layer",
+                hint="give the layer's variant both, or leave out `parallel`",
+            )
+        self._mixer_path = self._mlp_path = self._shared_path = None
+        if mixer is not None and layer.mixer is not None:
+            self._mixer_path = layer.mixer.path
+            place(self, layer.mixer.path, mixer)
+        if mlp is not None:
+            section = layer.moe or layer.dense
+            assert section is not None
+            if section.path == self._mixer_path:
+                raise ConfigError(
+                    f"layer {layer.index} has a mixer and an MLP in one place",
+                    where=f"the family file, {section.path}",
+                    expected="one of the two, by `variants` and `mlp_variants`",
+                )
+            self._mlp_path = section.path
+            place(self, section.path, mlp)
+        shared = layer.moe.shared if layer.moe is not None else None
+        if shared is not None and shared.exists and shared.path.startswith("../"):
+            self._shared_path = shared.path.removeprefix("../")
+            place(self, self._shared_path, make_shared(shared, sizes.hidden_size))
+        output_norm = layer.moe.output_norm if layer.moe is not None else None
+        self._output_norm = f"{self._mlp_path}.{output_norm}" if output_norm is not None else None
+        norms = [block.pre_mixer, block.post_mixer] if mixer is not None else []
+        norms += [block.pre_mlp, block.post_mlp] if mlp is not None and not block.parallel else []
+        for name in dict.fromkeys([*norms, self._output_norm]):
+            if name is not None:
+                place(self, name, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
+
+    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
+        """``x`` [B, L, D] to [B, L, D]."""
+        block = self._block
+        if block.parallel:
+            normed = self._norm(block.pre_mixer, x)
+            return x + self._scaled(self._mix(normed, state, cache) + self._feed(normed))
+        if self._mixer_path is not None:
+            branch = self._mix(self._norm(block.pre_mixer, x), state, cache)
+            x = x + self._scaled(self._norm(block.post_mixer, branch))
+        if self._mlp_path is not None:
+            branch = self._feed(self._norm(block.pre_mlp, x))
+            x = x + self._scaled(self._norm(block.post_mlp, branch))
+        return x
+
+    def _norm(self, name: str | None, x: mx.array) -> mx.array:
+        return x if name is None else find(self, name)(x)
+
+    def _scaled(self, branch: mx.array) -> mx.array:
+        return branch if self._multiplier == 1.0 else branch * self._multiplier
+
+    def _mix(self, x: mx.array, state: ForwardState, cache: Any) -> mx.array:
+        return find(self, self._mixer_path or "")(x, state, cache)
+
+    def _feed(self, x: mx.array) -> mx.array:
+        mlp = find(self, self._mlp_path or "")
+        y = mlp(x, find(self, self._shared_path)) if self._shared_path is not None else mlp(x)
+        return self._norm(self._output_norm, y)
+
+    def make_cache(self) -> Any:
+        """The mixer's cache, or None."""
+        return find(self, self._mixer_path).make_cache() if self._mixer_path is not None else None
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm.
+
+    Args:
+        plan: the model's plan.
+        fused: passed to the MoE blocks.
+    """
+
+    def __init__(self, plan: Plan, fused: bool | None) -> None:
+        super().__init__()
+        names, sizes = plan.family.names, plan.sizes
+        self._names = names
+        multiplier = plan.embedding.multiplier
+        self._multiplier = math.sqrt(sizes.hidden_size) if multiplier == "sqrt_hidden" else multiplier
+        self._custom_embedding = plan.embedding.kind != "standard"
+        if self._custom_embedding:
+            embedding = components().get("embedding", plan.embedding.kind)(plan=plan)
+        else:
+            embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        place(self, names.embed, embedding)
+        extra = plan.embedding.layer_inputs
+        self._layer_inputs = LayerInputs(plan) if extra is not None and extra.width else None
+        if self._layer_inputs is not None:
+            self._layer_inputs.build(self)
+        kind = plan.family.block.kind
+        make = DecoderLayer if kind == "standard" else components().block(kind)
+        place(self, names.layers, [make(layer, plan, fused) for layer in plan.layers])
+        if names.norm is not None:
+            place(self, names.norm, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
+
+    @property
+    def layer_list(self) -> list[Any]:
+        """The decoder layers."""
+        layers: list[Any] = find(self, self._names.layers)
+        return layers
+
+    def _dtype(self) -> mx.Dtype | None:
+        """The type that the decoder computes in: that of a norm or another vector, which nothing packs."""
+        last = self if self._names.norm is None else find(self, self._names.norm)
+        vectors = (value for _, value in tree_flatten(last.parameters()) if value.ndim == 1)
+        return next((value.dtype for value in vectors if mx.issubdtype(value.dtype, mx.floating)), None)
+
+    def __call__(
+        self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Token ids ``[B, L]`` to hidden states ``[B, L, D]``; ``caches`` as :meth:`make_caches` gives."""
+        state = ForwardState(inputs, self._dtype())
+        if input_embeddings is not None:
+            h = input_embeddings
+        elif self._custom_embedding:
+            h = find(self, self._names.embed)(inputs, state, caches[0])
+        else:
+            h = look_up(find(self, self._names.embed), inputs, state.dtype)
+        if self._multiplier != 1.0:
+            h = h * mx.array(self._multiplier, h.dtype)
+        if self._layer_inputs is not None:
+            state.shared[SHARED] = self._layer_inputs(self, inputs, h)
+        for layer, cache in zip(self.layer_list, caches[1:], strict=True):
+            h = layer(h, state, cache)
+        return h if self._names.norm is None else find(self, self._names.norm)(h)
+
+    def make_caches(self) -> list[Any]:
+        """A fresh cache, or None, for the embedding and then for each layer."""
+        embedding = find(self, self._names.embed).make_cache() if self._custom_embedding else None
+        return [embedding, *(layer.make_cache() for layer in self.layer_list)]
+
+
+@dataclass
+class ModelArgs:
+    """A resolved plan, in the form that mlx-lm's loader constructs."""
+
+    plan: Plan
+    config: dict[str, Any]
+    fused: bool | None = None
+    model_type: str = ""
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> ModelArgs:
+        """Resolve ``config`` against its family in the catalogue.
+
+        Raises:
+            RegistryError: no family fits, or a value cannot be.
+        """
+        from mlx_experts.engine.models.known_families import catalog
+
+        family = catalog().for_config(config)
+        return cls(resolve(family, config), dict(config), model_type=str(config.get("model_type", "")))
+
+
+class Model(LanguageModel):
+    """A language model built from a plan, with the interface of mlx-lm's models.
+
+    Args:
+        args: the plan and the config it came from.
+
+    Raises:
+        ConfigError: what the plan describes cannot be built.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args, self.model_type = args, args.model_type
+        plan = args.plan
+        names, head = plan.family.names, plan.head
+        prefix = f"{names.wrapper}." if names.wrapper else ""
+        self._root, self._head = f"{prefix}{names.root}", f"{prefix}{head.path}"
+        self._head_norm = f"{prefix}{head.norm}" if head.norm else None
+        try:
+            place(self, self._root, Decoder(plan, args.fused))
+        except OverflowError as error:
+            raise ConfigError(
+                "the sizes in config.json give a matrix that no array can hold",
+                where="config.json",
+                found=str(error),
+            ) from error
+        if not head.tied:
+            place(self, self._head, nn.Linear(plan.sizes.hidden_size, plan.sizes.vocab_size, bias=head.bias))
+        elif head.bias:
+            place(self, f"{self._head}.bias", mx.zeros((plan.sizes.vocab_size,)))
+        if self._head_norm is not None:
+            place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
+        shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
+        self._converter = WeightConverter(plan, shapes)
+        caches = [cache is not None for cache in self.decoder.make_caches()]
+        self._cache_of = [sum(caches[:i]) if has else None for i, has in enumerate(caches)]
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder below the head."""
+        decoder: Decoder = find(self, self._root)
+        return decoder
+
+    @property
+    def layers(self) -> list[Any]:
+        """The decoder layers, as mlx-lm's tools ask for them."""
+        return self.decoder.layer_list
+
+    @property
+    def plan(self) -> Plan:
+        """What the model was built from."""
+        return self.args.plan
+
+    @property
+    def converter(self) -> WeightConverter:
+        """What carries checkpoints into this model's parameters."""
+        return self._converter
+
+    def __call__(
+        self, inputs: mx.array, cache: list[Any] | None = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Token ids ``[B, L]`` to logits ``[B, L, vocabulary]``."""
+        caches = [None if cache is None or i is None else cache[i] for i in self._cache_of]
+        return self._logits(self.decoder(inputs, caches, input_embeddings))
+
+    def _logits(self, h: mx.array) -> mx.array:
+        head = self.args.plan.head
+        if self._head_norm is not None:
+            h = find(self, self._head_norm)(h)
+        if head.tied:
+            logits = find(self.decoder, self.args.plan.family.names.embed).as_linear(h)
+            logits = logits + find(self, f"{self._head}.bias") if head.bias else logits
+        else:
+            logits = find(self, self._head)(h)
+        if head.multiplier != 1.0:
+            logits = logits * head.multiplier
+        if head.divisor != 1.0:
+            logits = logits / head.divisor
+        if head.softcap:
+            logits = mx.tanh(logits / head.softcap) * head.softcap
+        return logits
+
+    def make_cache(self) -> list[Any]:
+        """The caches of the embedding and the layers that keep anything, as mlx-lm's prompt caches are."""
+        return [cache for cache in self.decoder.make_caches() if cache is not None]
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Spread the model over the ranks of a group; before the first forward pass and any adapter.
+
+        Raises:
+            SettingError: heads, widths or quantisation groups cannot be divided by the ranks.
+        """
+        group = group or mx.distributed.init()
+        if group.size() > 1:
+            for module in list(self.modules()):
+                if isinstance(module, Mixer | MLP | MoE):
+                    module.shard(group)
+
+    @property
+    def quant_predicate(self) -> Any:
+        """Routers keep eight bits at conversion; everything else follows the default."""
+        routers = {
+            f"{self._converter.layers}.{i}.{path}"
+            for i in self.args.plan.moe_layers
+            for path in self._router_paths(i)
+        }
+
+        def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            return {"group_size": 64, "bits": 8} if path in routers else True
+
+        return predicate
+
+    def _router_paths(self, i: int) -> list[str]:
+        moe = self.args.plan.layers[i].moe
+        assert moe is not None
+        paths = [moe.router.path]
+        if moe.shared is not None and moe.shared.gate is not None:
+            paths.append(moe.shared.gate)
+        return [f"{moe.path}.{path}" if moe.path else path for path in paths]
+
+    @property
+    def cast_predicate(self) -> Any:
+        """Selection biases, float32 routers and the mixers' float32 leaves keep their type."""
+        routers = set()
+        leaves = {leaf for m in self.modules() if isinstance(m, Mixer) for leaf in m.float32_leaves}
+        for i in self.args.plan.moe_layers:
+            moe = self.args.plan.layers[i].moe
+            if moe is not None and moe.router.selection_bias is not None:
+                leaves.add(moe.router.selection_bias.path.rsplit(".", 1)[-1])
+            if moe is not None and moe.router.dtype == "float32":
+                path = f"{moe.path}.{moe.router.path}" if moe.path else moe.router.path
+                routers.add(f"{self._converter.layers}.{i}.{path}.weight")
+
+        return lambda path: path.rsplit(".", 1)[-1] not in leaves and path not in routers

@@ -1,0 +1,275 @@
+"""What a checkpoint would become, from its config and its tensors' headers alone.
+
+The model is built and the tensors are carried without ever being evaluated: MLX arrays are lazy, so
+shapes and types flow through the same code that loading uses, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+
+from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache
+from mlx_experts.engine.dispatch.expert_dispatch import current_device
+from mlx_experts.engine.kernels import fused_kernel
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.layers.moe import MoE
+from mlx_experts.engine.loading.checkpoint_loader import cast_tensors, compute_dtype
+from mlx_experts.engine.models.base import LanguageModel
+from mlx_experts.engine.models.decoder import ModelArgs
+from mlx_experts.engine.models.factory import build
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.weights.audit import collapse
+from mlx_experts.engine.weights.quantization import Reader, quantize_modules, settings
+from mlx_experts.engine.weights.reader import placeholder, stored_dtypes
+from mlx_experts.registry.catalog.catalog import names_of
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+from mlx_experts.registry.checkpoint.size_limits import check_sizes
+from mlx_experts.registry.errors import QuantizationError, TensorError
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.spec.family import Family
+
+ROWS = (1, 2, 8, 512)
+
+
+@dataclass
+class Inspection:
+    """Everything that can be told before loading.
+
+    Args:
+        family: name of the family, and ``why`` it was chosen.
+        layers: how many layers of each kind, in words.
+        claimed, unclaimed, missing, misshapen: tensors by pattern, with counts.
+        problems: layouts or quantisation that cannot be read.
+        parameters, active_parameters: weights in all, and those that one token uses.
+        weight_bytes, cache_bytes: memory of the loaded weights and of the cache at ``context``.
+        machine_bytes: this machine's memory.
+        formats: quantisation formats with the modules that have them, counted.
+        paths: for each number of rows, the path of the MoE layers and why.
+    """
+
+    family: str
+    why: str
+    where: str
+    files: int
+    layers: dict[str, int] = field(default_factory=dict)
+    claimed: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    unclaimed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    parameters: int = 0
+    active_parameters: int = 0
+    bits_per_weight: float = 0.0
+    weight_bytes: int = 0
+    context: int = 0
+    cache_bytes: int = 0
+    machine_bytes: int = 0
+    dtype: str = ""
+    formats: dict[str, int] = field(default_factory=dict)
+    paths: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def loadable(self) -> bool:
+        """Whether loading would succeed."""
+        return not (self.unclaimed or self.missing or self.misshapen or self.problems)
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and cache fit into this machine's memory."""
+        return self.weight_bytes + self.cache_bytes <= self.machine_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and the two verdicts, for JSON."""
+        return {**asdict(self), "loadable": self.loadable, "fits": self.fits}
+
+
+def inspect_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    context: int = 4096,
+    families: tuple[Path, ...] = (),
+    dtype: str | None = None,
+    family: Family | None = None,
+    tensors_only: bool = False,
+) -> Inspection:
+    """Look into a checkpoint without loading it.
+
+    Args:
+        checkpoint: an opened or remote checkpoint.
+        context: tokens to size the cache for.
+        families: further folders with family files.
+        dtype: compute dtype, as in loading.
+        family: use this family whatever the config says.
+        tensors_only: stop after the account of the tensors.
+
+    Raises:
+        RegistryError: no family fits, or the config holds a value that cannot be.
+    """
+    config = checkpoint.config
+    entry = None if family is not None else catalog(*families).resolve(config)
+    chosen = family or catalog(*families).load(entry.name if entry else "")
+    plan = resolve(chosen, config)
+    check_sizes(plan, checkpoint)
+    model = build(ModelArgs(plan, dict(config), None, str(config.get("model_type", ""))))
+    model.eval()
+    result = Inspection(
+        chosen.family,
+        _why(chosen, config) if entry else "named",
+        checkpoint.where,
+        len(checkpoint.files),
+        notices=list(checkpoint.notices),
+        context=context,
+        machine_bytes=machine_memory(),
+    )
+    result.layers = dict(Counter(_layer_words(layer, chosen.backbone is not None) for layer in plan.layers))
+    tree = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    result.parameters = sum(prod(shape) for shape in tree.values())
+    result.active_parameters = result.parameters - _idle_parameters(model, tree)
+    tensors = _carry(model, checkpoint, result)
+    if tensors is not None:
+        _account(model, tensors, result, compute_dtype(dtype))
+    if tensors is not None and not tensors_only:
+        result.cache_bytes = _cache_bytes(model, context)
+        result.paths = _paths(model)
+    return result
+
+
+def _why(family: Family, config: Mapping[str, Any]) -> str:
+    nested = config.get("text_config")
+    levels = [config, *([nested] if isinstance(nested, Mapping) else [])]
+    for level in levels:
+        shared = set(family.architectures) & set(names_of(level, "architectures"))
+        if shared:
+            return f"architectures names {', '.join(sorted(shared))}"
+        if level.get("model_type") in family.model_types:
+            return f"model_type is {level['model_type']}"
+    return "a declared test"
+
+
+def _layer_words(layer: Any, borrowed: bool) -> str:
+    absent = "mlx-lm's mixer" if borrowed else "no mixer"
+    mixer = absent if layer.mixer is None else layer.mixer.kind
+    kind = f" ({layer.type})" if layer.type != "full_attention" else ""
+    return f"{mixer}{kind} with {'experts' if layer.mlp == 'moe' else layer.mlp + ' MLP'}"
+
+
+def _idle_parameters(model: LanguageModel, tree: Mapping[str, tuple[int, ...]]) -> int:
+    """Weights of routed experts that one token does not pick."""
+    idle = 0
+    for i in model.plan.moe_layers:
+        stack = model.converter.stack(i)
+        sizes = model.plan.layers[i].sizes
+        if stack is None:
+            continue
+        whole = sum(prod(shape) for name, shape in tree.items() if name.startswith(stack.container + "."))
+        idle += whole * (sizes.num_experts - min(sizes.top_k, sizes.num_experts)) // sizes.num_experts
+    return idle
+
+
+def _carry(model: LanguageModel, checkpoint: Checkpoint, result: Inspection) -> dict[str, mx.array] | None:
+    """The checkpoint's tensors as lazy placeholders in the module tree; problems are recorded."""
+    lazy = {name: placeholder(info) for name, info in checkpoint.tensors.items()}
+    try:
+        kept, dropped = model.converter.sift(lazy)
+        decoded = model.converter.decode(kept, checkpoint.config, stored_dtypes(checkpoint), values=False)
+        carried = model.convert(decoded.weights, compare_values=False)
+        entry = decoded.quantization or settings(checkpoint.config)
+        reader = Reader(entry, model.converter)
+        formats = quantize_modules(model, carried.tensors, reader)
+    except (TensorError, QuantizationError) as error:
+        result.problems.append(str(error))
+        return None
+    result.notices += [*model.remarks, *decoded.notices, *reader.remarks()]
+    result.dropped = dict(dropped + carried.dropped)
+    result.formats = dict(Counter(str(found) for found in formats.values()))
+    return carried.tensors
+
+
+def _account(
+    model: LanguageModel, tensors: dict[str, mx.array], result: Inspection, dtype: str | None
+) -> None:
+    wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    result.unclaimed = collapse(n for n in tensors if n not in wanted)
+    result.missing = collapse(n for n in wanted if n not in tensors)
+    wrong = {n for n, v in tensors.items() if n in wanted and tuple(v.shape) != tuple(wanted[n])}
+    result.misshapen = [
+        f"{n}: expected {list(wanted[n])}, found {list(tensors[n].shape)}" for n in sorted(wrong)
+    ]
+    result.claimed = sum(n in wanted for n in tensors) - len(wrong)
+    kept = {n: v for n, v in tensors.items() if n in wanted and n not in wrong}
+    cast = cast_tensors(model, kept, dtype)
+    result.weight_bytes = sum(value.nbytes for value in cast.values())
+    result.bits_per_weight = round(8 * result.weight_bytes / max(result.parameters, 1), 3)
+    result.dtype = dtype or "the checkpoint's"
+    if not wrong:
+        model.load_weights(list(cast.items()), strict=False)
+
+
+def _cache_bytes(model: LanguageModel, context: int) -> int:
+    """Bytes of one sequence's cache at ``context`` tokens, from the shapes that a prompt leaves behind.
+
+    How mlx-lm's caches grow is known, so two tokens do; a cache that a family brings sees the whole context.
+    """
+    backbone = model.plan.family.backbone
+    length = context if backbone is not None and backbone.cache is not None else 2
+    cache = model.make_cache()
+    model(mx.zeros((1, length), dtype=mx.int32), cache=cache)
+    return sum(_grown(each, context) for each in cache)
+
+
+def _grown(cache: Any, context: int) -> int:
+    """Bytes of a cache at ``context`` tokens: keys and values grow in steps, states stay as they are."""
+    if isinstance(cache, CacheList):
+        return sum(_grown(each, context) for each in cache.caches)
+    size: int = cache.nbytes
+    if not isinstance(cache, KVCache | RotatingKVCache) or size == 0:
+        return size
+    tokens = -(-context // cache.step) * cache.step
+    if isinstance(cache, RotatingKVCache):
+        tokens = min(tokens, cache.max_size)
+    return size // cache.keys.shape[2] * tokens
+
+
+def _paths(model: LanguageModel) -> list[dict[str, Any]]:
+    """For each number of rows, how many MoE layers take which path and why."""
+    device = current_device()
+    asked = policy.resolve(device, None, tuned=tuning_cache.bound(device))
+    rows_of: list[dict[str, Any]] = []
+    for rows in ROWS:
+        groups: dict[tuple[str, str, str], int] = {}
+        for module in model.modules():
+            if isinstance(module, MoE):
+                verdict = eligibility.check(module.request(rows, device), asked)
+                if not isinstance(verdict, Decline):
+                    verdict = fused_kernel(device).unavailable() or verdict
+                if isinstance(verdict, Decline):
+                    key = ("gather", str(verdict), verdict.hint)
+                else:
+                    key = ("fused", "", "")
+                groups[key] = groups.get(key, 0) + 1
+        rows_of += [
+            {"rows": rows, "path": p, "layers": n, "reason": why, "hint": hint}
+            for (p, why, hint), n in groups.items()
+        ]
+    return rows_of
+
+
+def machine_memory() -> int:
+    """Bytes of memory that weights can use: the GPU's where there is one, else the machine's."""
+    if mx.default_device().type == mx.DeviceType.gpu:
+        size = mx.device_info().get("memory_size")
+        if isinstance(size, int):
+            return size
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

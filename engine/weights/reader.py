@@ -1,0 +1,191 @@
+"""Reads a checkpoint's tensors into MLX arrays, shard by shard, and checks them against their headers.
+
+How dtypes that MLX lacks come out, with the dtype on disk kept in ``checkpoint.tensors``:
+
+    F8_E4M3, F8_E5M2, F8_E8M0   uint8 bytes
+    F4                          uint8, two values a byte, the last axis half as long
+    F64                         float32
+
+The arrays are read when they are first needed, except in a file that holds F4, F8_E5M2 or F64, which MLX
+does not open.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+from mlx_experts.registry.checkpoint.safetensors_header import Header, TensorInfo, read_header
+from mlx_experts.registry.errors import CheckpointError
+
+_MLX_DTYPES = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+    "C64": mx.complex64,
+    "F8_E4M3": mx.uint8,
+    "F8_E8M0": mx.uint8,
+}
+_OWN_DTYPES = {"F4": mx.uint8, "F8_E5M2": mx.uint8, "F64": mx.float32}
+
+
+def load_arrays(
+    checkpoint: Checkpoint, progress: Callable[[int, int, str], None] | None = None
+) -> dict[str, mx.array]:
+    """All tensors of a checkpoint.
+
+    Args:
+        progress: called after each shard with (shards read, shards in all, file name).
+
+    Raises:
+        CheckpointError: a file is gone or damaged, is not what its header said, or holds a dtype that has
+            no form in MLX.
+    """
+    by_file: dict[str, list[TensorInfo]] = defaultdict(list)
+    for info in checkpoint.tensors.values():
+        by_file[info.file].append(info)
+    arrays: dict[str, mx.array] = {}
+    for number, file in enumerate(checkpoint.files, 1):
+        arrays.update(_load_file(file, by_file[file]))
+        if progress is not None:
+            progress(number, len(checkpoint.files), Path(file).name)
+    return {name: arrays[name] for name in checkpoint.tensors}
+
+
+def placeholder(info: TensorInfo) -> mx.array:
+    """A lazy array of the shape and dtype that ``load_arrays`` gives a tensor, never to be evaluated.
+
+    Raises:
+        CheckpointError: the dtype has no form in MLX.
+    """
+    return mx.zeros(_shape(info), dtype=_dtype(info))
+
+
+def stored_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
+    """Dtypes on disk of the arrays that ``load_arrays`` gives, spelled as in safetensors."""
+    return {name: "U8" if info.dtype == "F4" else info.dtype for name, info in checkpoint.tensors.items()}
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Where arrays of a checkpoint are evaluated: a failed read becomes an error that names the file.
+
+    Raises:
+        CheckpointError: a file was removed, cut short or replaced after its header was read.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("[read]"):
+            raise
+        for file in checkpoint.files:
+            _check_unchanged(file, (info for info in checkpoint.tensors.values() if info.file == file))
+        raise CheckpointError(
+            "A tensor cannot be read.", where=checkpoint.where, found=str(error), hint="Try again."
+        ) from None
+
+
+def _load_file(file: str, infos: list[TensorInfo]) -> dict[str, mx.array]:
+    wanted = {info.name: _dtype(info) for info in infos}
+    header = _check_unchanged(file, infos)
+    if any(info.dtype in _OWN_DTYPES for info in header.tensors.values()):
+        return _read_file(file, infos)
+    try:
+        loaded = mx.load(file)
+    except RuntimeError as error:
+        _check_unchanged(file, infos)
+        raise CheckpointError("A tensor file cannot be read.", where=file, found=str(error)) from None
+    assert isinstance(loaded, dict)
+    for info in infos:
+        array = loaded.get(info.name)
+        if array is None or tuple(array.shape) != info.shape or array.dtype != wanted[info.name]:
+            found = "no such tensor" if array is None else f"{array.dtype} {array.shape}"
+            raise CheckpointError(
+                "A tensor is not what its header says.",
+                where=f"{file}: {info.name}",
+                expected=f"{info.dtype} {[*info.shape]}",
+                found=found,
+            )
+    return {info.name: loaded[info.name] for info in infos}
+
+
+def _read_file(file: str, infos: list[TensorInfo]) -> dict[str, mx.array]:
+    """The tensors of a file with a dtype that ``mx.load`` refuses."""
+    arrays = {}
+    try:
+        with open(file, "rb") as stream:
+            for info in infos:
+                stream.seek(info.begin)
+                raw = stream.read(info.nbytes)
+                if len(raw) != info.nbytes:
+                    raise _changed(file)
+                arrays[info.name] = _array(raw, info)
+    except OSError as error:
+        raise CheckpointError(
+            "A tensor file cannot be read.", where=file, found=error.strerror or str(error)
+        ) from None
+    return arrays
+
+
+def _array(raw: bytes, info: TensorInfo) -> mx.array:
+    if info.dtype == "F64":
+        # A value beyond float32 becomes infinite, as in any cast.
+        with np.errstate(over="ignore"):
+            return mx.array(np.frombuffer(raw, np.float64).reshape(info.shape).astype(np.float32))
+    shape = _shape(info)
+    return mx.array(np.frombuffer(raw, np.uint8)).view(_dtype(info)).reshape(shape)
+
+
+def _dtype(info: TensorInfo) -> mx.Dtype:
+    known = _MLX_DTYPES | _OWN_DTYPES
+    if info.dtype not in known:
+        raise CheckpointError(
+            "A tensor's dtype has no form in MLX.",
+            where=f"{info.file}: {info.name}",
+            expected=", ".join(known),
+            found=info.dtype,
+        )
+    return known[info.dtype]
+
+
+def _shape(info: TensorInfo) -> tuple[int, ...]:
+    if info.dtype != "F4":
+        return info.shape
+    if not info.shape or info.shape[-1] % 2:
+        raise CheckpointError(
+            "A row of half bytes ends inside a byte.",
+            where=f"{info.file}: {info.name}",
+            found=str([*info.shape]),
+        )
+    return (*info.shape[:-1], info.shape[-1] // 2)
+
+
+def _check_unchanged(file: str, infos: Iterable[TensorInfo]) -> Header:
+    """The header of a file, which must still be what it was when the checkpoint was opened."""
+    header = read_header(file)
+    if any(header.tensors.get(info.name) != info for info in infos):
+        raise _changed(file)
+    return header
+
+
+def _changed(file: str) -> CheckpointError:
+    return CheckpointError(
+        "A tensor file changed while it was read.",
+        where=file,
+        hint="Wait until the download ends, then try again.",
+    )

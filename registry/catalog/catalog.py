@@ -1,0 +1,375 @@
+"""Finds family files, merges `extends`, validates them, and resolves a config.json to its family.
+
+Looking a family up by name, or by a config, parses the files that are needed and no others: the
+names that each file answers to are read from its first lines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from mlx_experts.registry.catalog.validation_errors import at, spec_error
+from mlx_experts.registry.catalog.yaml_reader import Lines, not_yaml, read_text, read_yaml
+from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
+from mlx_experts.registry.spec.checkpoint import PerExpert, Stacked
+from mlx_experts.registry.spec.family import ConfigTest, Family, MixerSpec
+
+FAMILIES_VARIABLE = "MLX_EXPERTS_FAMILIES"
+_MIXER: TypeAdapter[Any] = TypeAdapter(MixerSpec)
+HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_keys")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One family file and the names it answers to."""
+
+    name: str
+    path: Path
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    when: ConfigTest | None
+
+
+class Catalog:
+    """The families known to this process.
+
+    Args:
+        folders: folders with family files, searched after the bundled one; a family of the same
+            name as an earlier one is an error naming both files.
+        bundled: the folder of bundled families, where it is not the installed one.
+    """
+
+    def __init__(self, folders: Iterable[Path] = (), *, bundled: Path | None = None) -> None:
+        if isinstance(folders, str | Path):
+            raise SettingError(
+                "families are given as a list of folders", expected="[Path(...)]", found=repr(folders)
+            )
+        given = tuple(Path(folder) for folder in folders)
+        for folder in given:
+            if not folder.is_dir():
+                raise SettingError("a folder of families does not exist", found=str(folder))
+        self.folders = (bundled or _bundled(), *_from_environment(), *given)
+        self._loaded: dict[str, Family] = {}
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every family by name, read from the first lines of its file."""
+        found: dict[str, Entry] = {}
+        for folder in self.folders:
+            for path in sorted(folder.glob("*.yaml")):
+                entry = _read_entry(path)
+                if entry.name in found:
+                    raise SpecError(
+                        f"two files describe the family '{entry.name}'",
+                        where=f"{found[entry.name].path} and {path}",
+                        hint="rename one of them, or extend the other with `extends:`",
+                    )
+                found[entry.name] = entry
+        _refuse_shared_names(found.values())
+        return found
+
+    def names(self) -> list[str]:
+        """Names of all families, sorted."""
+        return sorted(self.entries)
+
+    def load(self, name: str) -> Family:
+        """The validated family of this name.
+
+        Raises:
+            UnknownFamilyError: no file describes it.
+            SpecError: its file is wrong.
+        """
+        if name not in self._loaded:
+            self._loaded[name] = validate(*self._merged(name))
+        return self._loaded[name]
+
+    def path(self, name: str) -> Path:
+        """The file that describes a family."""
+        if name not in self.entries:
+            near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0.4)
+            short = [f"{folder / name}.yml" for folder in self.folders if (folder / f"{name}.yml").exists()]
+            raise UnknownFamilyError(
+                f"no family is called '{name}'",
+                where=", ".join(str(f) for f in self.folders),
+                hint=f"rename {short[0]}: a family file ends in .yaml"
+                if short
+                else f"did you mean {' or '.join(near)}?"
+                if near
+                else "`registry list` shows all",
+            )
+        return self.entries[name].path
+
+    def _merged(self, name: str) -> tuple[dict[str, Any], Lines, Path]:
+        path = self.path(name)
+        data, lines = read_yaml(path)
+        base_name = data.get("extends")
+        if base_name is None:
+            return data, lines, path
+        if not isinstance(base_name, str) or base_name == name or base_name not in self.entries:
+            others = [other for other in self.entries if other != name]
+            near = difflib.get_close_matches(str(base_name), others, n=1, cutoff=0.4)
+            raise SpecError(
+                f"`extends` names no other family: '{base_name}'",
+                where=at(lines, ("extends",), path),
+                hint=f"did you mean {near[0]}?" if near else "`registry list` shows all",
+            )
+        base, base_lines = read_yaml(self.path(base_name))
+        if "extends" in base:
+            raise SpecError(
+                f"'{name}' extends '{base_name}', which itself extends '{base['extends']}'",
+                where=at(lines, ("extends",), path),
+                expected="one level of `extends`",
+                hint=f"extend '{base['extends']}' and repeat what '{base_name}' changes",
+            )
+        for key in HEADER_KEYS[1:4]:
+            base.pop(key, None)
+        base.pop("notes", None)
+        return merge(base, data), {**base_lines, **lines}, path
+
+    def for_config(self, config: Mapping[str, Any]) -> Family:
+        """The family that a config.json belongs to.
+
+        An architecture decides before a model_type, at the top level before the nested text settings;
+        among families that share the name, declared tests decide.
+
+        Raises:
+            ConfigError: `architectures` or `model_type` holds something else than names.
+            UnknownFamilyError: none fits, or more than one does.
+        """
+        return self.load(self.resolve(config).name)
+
+    def resolve(self, config: Mapping[str, Any]) -> Entry:
+        """The catalogue entry for a config.json; see :meth:`for_config`."""
+        from mlx_experts.registry.catalog.config_view import ConfigView
+
+        nested = config.get("text_config")
+        levels = [config] + ([nested] if isinstance(nested, Mapping) else [])
+        asked: list[str] = []
+        for level in levels:
+            for key, attribute in (("architectures", "architectures"), ("model_type", "model_types")):
+                wanted = names_of(level, key)
+                asked += [f"{key} {w}" for w in wanted]
+                fits = [e for e in self.entries.values() if set(getattr(e, attribute)) & set(wanted)]
+                passing = [e for e in fits if e.when is None or _passes(e.when, ConfigView(config))]
+                if attribute == "architectures" and len(fits) == 1:
+                    # A name that is not shared needs no test.
+                    passing = fits
+                if len(passing) > 1:
+                    tested = [e for e in passing if e.when is not None]
+                    passing = tested or passing
+                if len(passing) == 1:
+                    return passing[0]
+                if len(passing) > 1:
+                    raise UnknownFamilyError(
+                        "more than one family claims this checkpoint",
+                        found=", ".join(sorted(e.name for e in passing)),
+                        where=f"config.json, {key}",
+                        hint="give the families a `when:` test that tells them apart",
+                    )
+        near = difflib.get_close_matches(str(config.get("model_type", "")), self.entries, n=3, cutoff=0.5)
+        raise UnknownFamilyError(
+            "no family describes this checkpoint",
+            where="config.json",
+            found=", ".join(asked) or "neither `architectures` nor `model_type`",
+            hint=(f"nearest: {', '.join(near)}; " if near else "")
+            + "`registry draft PATH` writes a first family file",
+        )
+
+
+def mixers(family: Family, lines: Lines | None = None, path: Path | None = None) -> dict[str, Any]:
+    """By layer type, the family's mixer (a GqaSpec or PluginMixerSpec), or None for no mixer.
+
+    Args:
+        lines: where each key stands, for messages.
+        path: the family file, for messages.
+
+    Raises:
+        SpecError: a variant is not a mixer.
+    """
+    base = family.attention
+    found: dict[str, Any] = {}
+    raw = base.model_dump(by_alias=True, exclude_unset=True) if base is not None else {}
+    for name, change in family.variants.items():
+        if change is None:
+            found[name] = None
+            continue
+        try:
+            found[name] = _MIXER.validate_python(merge(raw, change))
+        except ValidationError as error:
+            file = path or Path(f"{family.family}.yaml")
+            raise spec_error(error, lines or {}, file, ("variants", name)) from error
+    if base is not None:
+        found.setdefault("", base)
+    return found
+
+
+def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """``change`` over ``base``: mappings are merged key by key, everything else is replaced.
+
+    A mapping of another `kind`, or a config reference, replaces the old one whole.
+    """
+    result = dict(base)
+    for key, value in change.items():
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        if isinstance(old, Mapping) and both and "from" not in value and "from" not in old:
+            same_kind = "kind" not in value or value["kind"] == old.get("kind", value["kind"])
+            result[key] = merge(old, value) if same_kind else value
+        else:
+            result[key] = value
+    return result if change.get("kind", base.get("kind")) == base.get("kind") or not base else dict(change)
+
+
+def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
+    """Check a merged family mapping against the schema.
+
+    Raises:
+        SpecError: naming file, line, key and, for an unknown key, the nearest known one.
+    """
+    try:
+        family = Family.model_validate(data)
+    except ValidationError as error:
+        raise spec_error(error, lines, path) from error
+    if family.family != path.stem:
+        raise SpecError(
+            "the file is not named after its family",
+            where=str(path),
+            expected=f"{family.family}.yaml",
+            found=path.name,
+        )
+    kinds = mixers(family, lines, path)
+    if family.backbone is None and not any(kinds.values()):
+        raise SpecError(
+            "no layer of the family has a mixer",
+            where=at(lines, ("variants",) if family.variants else ("attention",), path),
+            expected="`attention`, or `variants` that describe what mixes tokens",
+        )
+    _check_leaves(family, lines, path)
+    return family
+
+
+def _check_leaves(family: Family, lines: Lines, path: Path) -> None:
+    """A layout of experts names as many leaves as its experts have projections."""
+    gated = family.moe.experts.kind == "glu"
+    for i, layout in enumerate(family.layouts.experts):
+        if isinstance(layout, Stacked):
+            continue
+        fused = isinstance(layout, PerExpert) and layout.fused is not None
+        wanted = ("gate and up in one, down" if fused else "gate, up, down") if gated else "up, down"
+        if len(layout.leaves) != len(wanted.split(", ")):
+            raise SpecError(
+                f"'layouts.experts.{i}.leaves' names {len(layout.leaves)} leaves",
+                where=at(lines, ("layouts", "experts", i, "leaves"), path),
+                expected=wanted,
+                found=", ".join(layout.leaves),
+            )
+
+
+def _read_entry(path: Path) -> Entry:
+    """Names from the lines before `config:`, so that a look-up need not parse whole files."""
+    text = read_text(path)
+    head: list[str] = []
+    for line in text.splitlines():
+        top = line[:1] not in ("", " ", "#", "-") and ":" in line
+        if top and line.split(":", 1)[0] not in (*HEADER_KEYS, "extends", "reference"):
+            break
+        head.append(line)
+    try:
+        data = yaml.safe_load("\n".join(head)) or {}
+    except yaml.YAMLError as error:
+        raise not_yaml(error, path, text) from error
+    except (RecursionError, ValueError) as error:
+        raise SpecError("the top of the family file holds no names", where=str(path)) from error
+    for key in ("family", "model_types", "architectures"):
+        if not isinstance(data, dict) or key not in data:
+            raise SpecError(
+                f"the family file lacks `{key}` at its top",
+                where=f"{path}:1",
+                expected="family, model_types and architectures before every other section",
+            )
+    for key in ("model_types", "architectures"):
+        names = [] if data[key] is None else data[key]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise SpecError(
+                f"`{key}` is not a list of names",
+                where=str(path),
+                expected=f"{key}: [a_name]",
+                found=repr(data[key])[:80],
+                hint="put names that YAML reads as numbers or truth values in quotes",
+            )
+    try:
+        when = ConfigTest.model_validate(data["when"]) if data.get("when") is not None else None
+    except ValidationError as error:
+        raise spec_error(error, {}, path, ("when",)) from error
+    return Entry(
+        name=str(data["family"]),
+        path=path,
+        model_types=tuple(data["model_types"] or ()),
+        architectures=tuple(data["architectures"] or ()),
+        when=when,
+    )
+
+
+def _refuse_shared_names(entries: Iterable[Entry]) -> None:
+    """Two families may share a name only when each but one tells itself apart by a declared test."""
+    owners: dict[str, list[Entry]] = {}
+    for entry in entries:
+        for name in (*(f"architecture {a}" for a in entry.architectures),):
+            owners.setdefault(name, []).append(entry)
+    for name, claimants in owners.items():
+        if sum(e.when is None for e in claimants) > 1:
+            raise SpecError(
+                f"two families claim the {name}",
+                where=" and ".join(str(e.path) for e in claimants),
+                hint="give one of them a `when:` test, or remove the name from one",
+            )
+
+
+def names_of(config: Mapping[str, Any], key: str) -> list[str]:
+    """The names that a config gives under a key: one, a list of them, or none.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    value = config.get(key)
+    names = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"'{key}' holds no names", where="config.json", expected="a name", found=repr(value)[:80]
+        )
+    return names
+
+
+def _passes(test: ConfigTest, config: Any) -> bool:
+    if test.has is not None and config.get(test.has) is None:
+        return False
+    if test.lacks is not None and config.get(test.lacks) is not None:
+        return False
+    return all(config.get(k) == v for k, v in (test.equals or {}).items())
+
+
+def _bundled() -> Path:
+    return Path(str(resources.files("mlx_experts.families")))
+
+
+def _from_environment() -> tuple[Path, ...]:
+    value = os.environ.get(FAMILIES_VARIABLE, "")
+    folders = tuple(Path(part) for part in value.split(os.pathsep) if part)
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingError(
+                f"{FAMILIES_VARIABLE} names a folder that does not exist",
+                found=str(folder),
+                hint="correct or unset the variable",
+            )
+    return folders

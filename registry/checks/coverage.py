@@ -1,0 +1,144 @@
+"""Which Mixture-of-Experts architectures the installed neighbours know, read from their sources.
+
+Nothing is imported: the imports of mlx-lm's modules and transformers' configuration files are searched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlx_experts.registry.catalog.catalog import Catalog
+
+_EXPERT_CONTAINER = "switch_layers"
+_EXPERT_KEYS = re.compile(
+    r"^\s+(num_experts|num_local_experts|n_routed_experts|moe_num_experts|moe_topk|top_k_experts)\s*:", re.M
+)
+_RELATIVE_IMPORT = re.compile(r"^\s*from \.(?P<module>\w*) import (?P<names>\([^)]*\)|[^\n]*)", re.M)
+_MODEL_TYPE = re.compile(r"""^\s+model_type(?:\s*:\s*[\w\[\]]+)?\s*=\s*["']([^"']+)["']""", re.M)
+
+
+@dataclass(frozen=True)
+class Known:
+    """An architecture that a neighbour knows.
+
+    Args:
+        source: the package.
+        model_type: its name.
+        file: where it was read.
+    """
+
+    source: str
+    model_type: str
+    file: str
+
+
+def _folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))) / "models"
+
+
+def mlx_lm_families(folder: Path | None = None) -> list[Known]:
+    """MoE modules of mlx-lm: those that use its expert containers, themselves or through another module.
+
+    Args:
+        folder: mlx-lm's models folder; None finds the installed one, empty when there is none.
+    """
+    folder = folder or _folder("mlx_lm")
+    if folder is None:
+        return []
+    uses: dict[str, set[str]] = {}
+    for path in sorted(folder.glob("*.py")):
+        uses[path.stem] = set()
+        for match in _RELATIVE_IMPORT.finditer(path.read_text(encoding="utf-8")):
+            uses[path.stem].update(
+                [match["module"]] if match["module"] else re.findall(r"\w+", match["names"])
+            )
+    found = {name for name, used in uses.items() if _EXPERT_CONTAINER in used}
+    while more := {name for name, used in uses.items() if used & found} - found:
+        found |= more
+    return [Known("mlx-lm", name, f"mlx_lm/models/{name}.py") for name in sorted(found)]
+
+
+def transformers_families(folder: Path | None = None) -> list[Known]:
+    """MoE configurations of transformers: those with a field for the number of experts.
+
+    Args:
+        folder: its models folder; None finds the installed one, empty when there is none.
+    """
+    folder = folder or _folder("transformers")
+    if folder is None:
+        return []
+    found = []
+    for path in sorted(folder.glob("*/configuration_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if not _EXPERT_KEYS.search(text):
+            continue
+        types = [t for t in _MODEL_TYPE.findall(text) if not _is_part(t)]
+        name = path.parent.name
+        found.append(
+            Known("transformers", name if name in types or not types else types[0], f"{name}/{path.name}")
+        )
+    return found
+
+
+def _is_part(model_type: str) -> bool:
+    """Towers and inner configurations are not models of their own."""
+    return bool(re.search(r"_(vision|audio|text|encoder|thinker|talker)", model_type))
+
+
+def unsupported() -> dict[str, str]:
+    """Declared gaps: model type to the reason."""
+    text = (
+        resources.files("mlx_experts.registry.catalog")
+        .joinpath("unsupported.yaml")
+        .read_text(encoding="utf-8")
+    )
+    data: dict[str, Any] = yaml.safe_load(text) or {}
+    return {str(name): str(reason) for name, reason in data.items()}
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The neighbours' architectures against the catalogue.
+
+    Args:
+        registered: covered by a family, by model type.
+        declared: not covered, with the declared reason.
+        unknown: neither; a check fails on these.
+        stale: declared gaps that no neighbour has or that a family covers by now.
+    """
+
+    registered: dict[str, str]
+    declared: dict[str, str]
+    unknown: list[Known]
+    stale: list[str]
+
+
+def coverage(catalog: Catalog, known: Iterable[Known]) -> Coverage:
+    """Compare what neighbours know with what the catalogue describes."""
+    owners = {t: e.name for e in catalog.entries.values() for t in (*e.model_types, e.name)}
+    reasons = unsupported()
+    registered: dict[str, str] = {}
+    declared: dict[str, str] = {}
+    unknown = []
+    names = set()
+    for item in known:
+        names.add(item.model_type)
+        if item.model_type in owners:
+            registered[item.model_type] = owners[item.model_type]
+        elif item.model_type in reasons:
+            declared[item.model_type] = reasons[item.model_type]
+        else:
+            unknown.append(item)
+    stale = sorted(name for name in reasons if name in owners)
+    return Coverage(registered, declared, unknown, stale)

@@ -1,0 +1,271 @@
+"""Reads the references of a family file from one config.json, and says which of the two is wrong.
+
+A value that cannot be is told at the key that gives it: in config.json, or in the family file itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from mlx_experts.registry.catalog.config_view import ConfigView
+from mlx_experts.registry.catalog.validation_errors import words_of
+from mlx_experts.registry.errors import ConfigError, RegistryError, SpecError
+from mlx_experts.registry.resolve.plan import FLOAT32_LARGEST, Sizes
+from mlx_experts.registry.spec.family import RopeSpec, SizesSpec
+from mlx_experts.registry.spec.values import RESOLVED, Ref, Spec
+
+S = TypeVar("S", bound=Spec)
+# Layers and heads are gone through one by one before a tensor is looked at; real models have a few hundred.
+MAX_LAYERS, MAX_HEADS = 1024, 2**16
+_NOTHING = object()
+
+
+class Resolver:
+    """Replaces references by the values of one config.
+
+    Args:
+        family: the family's name, for messages.
+        view: the config.
+    """
+
+    def __init__(self, family: str, view: ConfigView) -> None:
+        self.family, self.view = family, view
+        self._shared_sizes: dict[tuple[Any, ...], Sizes] = {}
+
+    def ref(self, ref: Ref, layer: int) -> Any:
+        """The value a reference stands for at a layer."""
+        key, value = self._find(ref, layer)
+        if key is not None:
+            return self._mapped(ref, key, value, layer)
+        stands = self._absent(ref)
+        if ref.required and stands is None:
+            raise ConfigError(
+                f"config.json lacks '{ref}'",
+                where="config.json",
+                expected=f"a value that the family '{self.family}' needs",
+                hint="use the checkpoint's original config.json, or give the family file a default",
+            )
+        return self.value(stands, layer)
+
+    def _find(self, ref: Ref, layer: int) -> tuple[str | None, Any]:
+        """The first present key of a reference and what it holds at a layer, or twice None."""
+        for key in ref.keys:
+            value = self.view.get(key.replace("{layer}", str(layer)), ref.outer)
+            if value is None:
+                continue
+            if ref.per_layer and isinstance(value, list):
+                if layer >= len(value):
+                    raise ConfigError(
+                        f"'{key}' has too few entries",
+                        where="config.json",
+                        expected=f"one for each layer, layer {layer} included",
+                        found=f"{len(value)} entries",
+                    )
+                value = value[layer]
+                if value is None:
+                    break
+            return key, len(value) if ref.length and isinstance(value, list | str) else value
+        return None, None
+
+    def _absent(self, ref: Ref) -> Any:
+        """What stands for a reference when no key of it is present."""
+        null = ref.if_null is not None and any(self.view.is_null(key) for key in ref.keys)
+        return ref.if_null if null else ref.default
+
+    def _mapped(self, ref: Ref, key: str, value: Any, layer: int) -> Any:
+        if ref.present is not None:
+            return self.value(ref.present, layer)
+        if ref.times is not None and isinstance(value, int | float) and not isinstance(value, bool):
+            return _ordinary(key, value * ref.times)
+        if ref.map is None:
+            return _ordinary(key, value)
+        if not isinstance(value, str | bool | int) or value not in ref.map:
+            raise ConfigError(
+                f"'{key}' holds a value that the family '{self.family}' does not know",
+                where="config.json",
+                expected=", ".join(map(str, ref.map)),
+                found=repr(value)[:80],
+            )
+        return self.value(ref.map[value], layer)
+
+    def value(self, value: Any, layer: int, at: str = "") -> Any:
+        """``value`` with every reference in it replaced; the same object where there is none.
+
+        Args:
+            at: key of the family file under which it stands, for messages.
+        """
+        reference = _reference(value)
+        if reference is not None:
+            return self.ref(reference, layer)
+        if isinstance(value, Spec):
+            return self.spec(value, layer, at)
+        if isinstance(value, tuple | list):
+            return [self.value(v, layer, f"{at}.{i}") for i, v in enumerate(value)]
+        if isinstance(value, dict):
+            return {k: self.value(v, layer, f"{at}.{k}") for k, v in value.items()}
+        return value
+
+    def source(self, value: Any, layer: int) -> str | None:
+        """The config key that a value is read from; None where the family file itself states it."""
+        while (ref := _reference(value)) is not None:
+            key, found = self._find(ref, layer)
+            if key is None:
+                value = self._absent(ref)
+            elif ref.present is not None:
+                value = ref.present
+            elif ref.map is not None:
+                value = ref.map[found]
+            else:
+                return key
+        return None
+
+    def fault(
+        self, value: Any, layer: int, at: str, what: str, *, expected: str, found: str
+    ) -> RegistryError:
+        """The error about a value that cannot be, at the key of the file that gives it.
+
+        Args:
+            value: the literal or the reference of the family file.
+            at: key of the family file under which it stands.
+            what: what is wrong, without the key.
+        """
+        key = self.source(value, layer)
+        if key is not None:
+            return ConfigError(f"'{key}' {what}", where="config.json", expected=expected, found=found)
+        return SpecError(f"'{at}' {what}", where=f"{self.family}.yaml", expected=expected, found=found)
+
+    def spec(self, spec: S, layer: int, at: str) -> S:
+        """A section with literals only.
+
+        Args:
+            at: key of the family file under which it stands.
+
+        Raises:
+            ConfigError: a config value is of the wrong type.
+            SpecError: a value of the family file is.
+        """
+        data: dict[str, Any] = {}
+        for name, info in type(spec).model_fields.items():
+            value, key = getattr(spec, name), info.alias or name
+            rope = isinstance(value, RopeSpec)
+            data[key] = value if rope else self.value(value, layer, f"{at}.{key}")
+        try:
+            return type(spec).model_validate(data, context=RESOLVED)
+        except ValidationError as error:
+            raise self._refused(spec, error, layer, at) from error
+
+    def field(self, spec: Spec, name: str, layer: int, at: str) -> Any:
+        """One field of a section as a literal, where the rest of the section may not be read.
+
+        Raises:
+            ConfigError: a config value is of the wrong type.
+            SpecError: a value of the family file is.
+        """
+        stated, at = getattr(spec, name), f"{at}.{name}"
+        value = self.value(stated, layer, at)
+        try:
+            return _checker(type(spec), name).validate_python(value, context=RESOLVED)
+        except ValidationError as error:
+            raise self._refused(stated, error, layer, at) from error
+
+    def _refused(self, stated: Any, error: ValidationError, layer: int, at: str) -> RegistryError:
+        # What a reference would have been told does not matter: a config holds values.
+        found = error.errors()
+        own = [each for each in found if "Ref" not in each["loc"]] or found
+        first = own[0]
+        for part in first["loc"]:
+            inner = _inner(stated, part)
+            if inner is not _NOTHING:
+                stated, at = inner, f"{at}.{part}"
+        same = [each for each in own if each["loc"][:1] == first["loc"][:1]]
+        expected, value = " or ".join(words_of(same)), repr(first["input"])[:80]
+        return self.fault(stated, layer, at, "holds a value that cannot be", expected=expected, found=value)
+
+    def sizes(self, spec: SizesSpec, layer: int) -> Sizes:
+        """The sizes at a layer, with what follows from them.
+
+        Raises:
+            ConfigError: a size is not positive.
+        """
+        spec = _layered(spec)
+        read = self.spec(spec, layer, "config")
+        values = {name: getattr(read, name) for name in SizesSpec.model_fields}
+        for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS)):
+            if values[name] > most:
+                raise self.fault(
+                    getattr(spec, name),
+                    layer,
+                    f"config.{name}",
+                    "is more than any model has",
+                    expected=f"at most {most}",
+                    found=str(values[name]),
+                )
+        if values["num_kv_heads"] is None:
+            values["num_kv_heads"] = values["num_heads"]
+        if values["head_dim"] is None:
+            if values["hidden_size"] % values["num_heads"]:
+                raise ConfigError(
+                    "the width cannot be divided by the heads, and no head width is given",
+                    where="config.json",
+                    expected=f"a multiple of {values['num_heads']}",
+                    found=str(values["hidden_size"]),
+                )
+            values["head_dim"] = values["hidden_size"] // values["num_heads"]
+        key = tuple(values.values())
+        return self._shared_sizes.setdefault(key, Sizes(**values))
+
+
+def _layered(spec: SizesSpec) -> SizesSpec:
+    """The same section with the experts' sizes read from a list with one entry a layer, where it is one.
+
+    Pruned checkpoints keep another number of experts in each layer, whatever the family.
+    """
+    refs = {name: getattr(spec, name) for name in ("num_experts", "top_k", "expert_width")}
+    layered = {n: r.model_copy(update={"per_layer": True}) for n, r in refs.items() if isinstance(r, Ref)}
+    return spec.model_copy(update=layered)
+
+
+def _reference(value: Any) -> Ref | None:
+    """The reference that a value of a family file is; None for any other value."""
+    if isinstance(value, dict) and "from" in value:
+        return Ref.model_validate(value)
+    return value if isinstance(value, Ref) else None
+
+
+def _inner(stated: Any, part: Any) -> Any:
+    """What stands under a part of a location in a family file; pydantic's parts name union members too."""
+    if _reference(stated) is not None:
+        return _NOTHING
+    if isinstance(stated, Spec):
+        names = {info.alias or name: name for name, info in type(stated).model_fields.items()}
+        return getattr(stated, names[part]) if part in names else _NOTHING
+    if isinstance(stated, dict):
+        return stated.get(part, _NOTHING)
+    inside = isinstance(stated, tuple | list) and isinstance(part, int) and part < len(stated)
+    return stated[part] if inside else _NOTHING
+
+
+@functools.cache
+def _checker(section: type[Spec], name: str) -> TypeAdapter[Any]:
+    kind: Any = section.model_fields[name].annotation
+    return TypeAdapter(kind)
+
+
+def _ordinary(key: str, value: Any) -> Any:
+    """The value, where it is no number that MLX cannot take.
+
+    Raises:
+        ConfigError: it is not finite, or too large.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and not abs(value) <= (FLOAT32_LARGEST if isinstance(value, float) else 2**63 - 1):
+        raise ConfigError(
+            f"'{key}' holds a number that cannot be",
+            where="config.json",
+            expected="a finite number within float32, or a whole one of 64 bits",
+            found=repr(value)[:80],
+        )
+    return value

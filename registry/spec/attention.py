@@ -1,0 +1,154 @@
+"""How a family file describes what mixes tokens: attention with its switches, and plugins' mixers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from mlx_experts.registry.spec.values import (
+    AnyValue,
+    Bool,
+    Count,
+    Leaf,
+    ModulePath,
+    Num,
+    Options,
+    Positive,
+    Ref,
+    Spec,
+    Width,
+)
+
+if TYPE_CHECKING:
+    RopeStyle = Literal["half", "interleaved"]
+    GateOver = Literal["element", "head"]
+else:
+    RopeStyle = Ref | Literal["half", "interleaved"]
+    GateOver = Ref | Literal["element", "head"]
+
+
+class RopeSpec(Spec):
+    """Rotary position embedding.
+
+    Parameters are read from `rope_parameters` (flat or by layer type) and from the older flat keys
+    `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+    """
+
+    style: RopeStyle = Field(description="Which pairs of a head rotate together.")
+    theta: Num | None = Field(None, description="Base, where rope parameters do not state one.")
+    layer_theta: Num | None = Field(None, description="Base that wins over all others; 0 for no rotation.")
+    partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
+    dims: Width | None = Field(None, description="Rotated width; overrides the share when present.")
+    scaling: bool = Field(True, description="Whether the family knows rope scaling at all.")
+    scaled_types: AnyValue = Field(
+        None, description="Layer types that rope scaling is restricted to; absent means all."
+    )
+    type: str | None = Field(None, description="Rope type that is used unless the config names one.")
+    options: Options = Field({}, description="Further parameters of the rope type.")
+    when_absent: Options = Field(
+        {}, description="Rope parameters where a config has neither `rope_parameters` nor `rope_scaling`."
+    )
+    enabled: Bool = Field(True, description="Whether positions are rotated at all.")
+
+
+class QkNormSpec(Spec):
+    """Normalisation of queries and keys."""
+
+    over: Literal["head", "full"] = Field(description="The head axis, or the full width before the split.")
+    after_rope: bool = Field(False, description="Normalise after the rotation.")
+    weight: bool = Field(True, description="Whether the norms have weights.")
+    eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
+    q: Leaf = Field("q_norm", description="Leaf of the query norm.")
+    k: Leaf = Field("k_norm", description="Leaf of the key norm.")
+    enabled: Bool = Field(True, description="Whether the norms exist.")
+
+
+class OutputGateSpec(Spec):
+    """A gate on the attention output, computed from the layer's normed input."""
+
+    function: Literal["sigmoid", "softplus"] = Field(description="The gate function.")
+    over: GateOver = Field(description="One value for each element or for each head.")
+    path: ModulePath | None = Field(
+        None, description="Its own projection; absent: packed in q, per head [q, gate]."
+    )
+    enabled: Bool = Field(True, description="Whether the gate exists.")
+
+
+class GqaNames(Spec):
+    """Leaves of an attention module."""
+
+    q: Leaf = Field("q_proj", description="Query projection.")
+    k: Leaf = Field("k_proj", description="Key projection.")
+    v: Leaf = Field("v_proj", description="Value projection.")
+    o: Leaf = Field("o_proj", description="Output projection.")
+    qkv: Leaf | None = Field(None, description="One projection for [q, k, v] in place of three.")
+
+
+class TemperatureSpec(Spec):
+    """Query scale that grows with the position: `1 + scale * log(1 + floor((pos + shift) / floor))`."""
+
+    scale: Num = Field(description="Factor on the logarithm.")
+    floor: Positive = Field(description="Positions that share a value.")
+    shift: int = Field(0, description="Added to the position.")
+    enabled: Bool = Field(True, description="Whether queries are scaled.")
+
+
+class GqaSpec(Spec):
+    """Grouped-query attention."""
+
+    kind: Literal["gqa"] = Field(description="Grouped-query attention.")
+    path: ModulePath = Field("self_attn", description="Module path in the layer.")
+    heads: Width | None = Field(None, description="Query heads; the size `num_heads` when absent.")
+    kv_heads: Width | None = Field(None, description="Key-value heads; the size `num_kv_heads` when absent.")
+    head_dim: Width | None = Field(None, description="Head width; the size `head_dim` when absent.")
+    v_head_dim: Width | None = Field(None, description="Value head width; the head width when absent.")
+    names: GqaNames = Field(GqaNames(), description="Leaf names.")
+    qkv_bias: Bool = Field(description="Biases on q, k and v.")
+    out_bias: Bool = Field(description="Bias on the output projection.")
+    qk_norm: QkNormSpec | None = Field(None, description="Query and key norms.")
+    rope: RopeSpec | None = Field(None, description="Rotary embedding; null for none.")
+    window: Count | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
+    window_extra: Count = Field(0, description="Tokens that the window is longer than the config says.")
+    chunk: Count | None = Field(None, description="Attention stays inside chunks of this many tokens.")
+    scale: Positive | None = Field(None, description="Softmax scale; `scale_width ** -0.5` when absent.")
+    scale_width: Positive | None = Field(
+        None, description="Width that scales the softmax; head_dim when absent."
+    )
+    float32: bool = Field(False, description="Queries meet keys and values in float32.")
+    clip: Positive | None = Field(None, description="Queries, keys and values are clamped to this magnitude.")
+    value_scale: Num = Field(1.0, description="Factor on the values.")
+    gate: OutputGateSpec | None = Field(None, description="Gate on the output.")
+    sinks: Leaf | None = Field(None, description="Leaf with one learned sink logit for each head.")
+    sinks_enabled: Bool = Field(True, description="Whether the sinks exist.")
+    temperature: TemperatureSpec | None = Field(None, description="Position-dependent query scale.")
+    share_kv_every: Count | None = Field(
+        None, description="Only every n-th layer projects keys and values; the others take its projections."
+    )
+    reuse_kv_last: Count = Field(
+        0, description="So many last layers attend to what the last one before them of their type has kept."
+    )
+    values_from_keys: Bool = Field(
+        False, description="Values are the keys before norm and rotation; they have no projection."
+    )
+    value_norm: Bool = Field(False, description="The heads of the values are RMS-normalised without weights.")
+
+
+class PluginMixerSpec(Spec):
+    """A mixer that a plugin builds."""
+
+    kind: str = Field(description="The name under which a plugin offers the mixer.")
+    path: ModulePath = Field("self_attn", description="Module path in the layer.")
+    rope: RopeSpec | None = Field(None, description="Rotary embedding, for mixers that rotate.")
+    options: Options = Field({}, description="Options of the mixer.")
+
+
+def _mixer_tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "gqa" if kind == "gqa" else "plugin"
+
+
+MixerSpec = Annotated[
+    Annotated[GqaSpec, Tag("gqa")] | Annotated[PluginMixerSpec, Tag("plugin")],
+    Discriminator(_mixer_tag),
+]

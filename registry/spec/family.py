@@ -1,0 +1,378 @@
+"""The vocabulary of a family file, as frozen pydantic models.
+
+A family file says what a family *is*; nothing here speaks of devices, kernels or bit widths. Every
+field that takes an Int, Num, Bool or Str also takes a reference to config.json (``registry.values``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationInfo, model_validator
+
+from mlx_experts.registry.spec.attention import GqaSpec as GqaSpec
+from mlx_experts.registry.spec.attention import MixerSpec as MixerSpec
+from mlx_experts.registry.spec.attention import OutputGateSpec as OutputGateSpec
+from mlx_experts.registry.spec.attention import PluginMixerSpec as PluginMixerSpec
+from mlx_experts.registry.spec.attention import RopeSpec as RopeSpec
+from mlx_experts.registry.spec.attention import TemperatureSpec as TemperatureSpec
+from mlx_experts.registry.spec.backbone import BackboneSpec
+from mlx_experts.registry.spec.checkpoint import LayoutsSpec
+from mlx_experts.registry.spec.layer_rules import LayerRule, TypeRule
+from mlx_experts.registry.spec.values import (
+    RESOLVED,
+    Bool,
+    Count,
+    ModulePath,
+    ModulePathOrNone,
+    NotNegative,
+    Num,
+    Options,
+    Positive,
+    Ref,
+    SharedPath,
+    Spec,
+    Str,
+    Width,
+)
+
+if TYPE_CHECKING:
+    NormKind = Literal["rms", "layer", "layer_no_bias"]
+    NormOffset = Literal["none", "load", "run"]
+    Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+    Weigh = Literal["output", "input"]
+    Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
+else:
+    NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
+    NormOffset = Ref | Literal["none", "load", "run"]
+    Score = Ref | Literal["softmax", "sigmoid", "sqrtsoftplus"]
+    Weigh = Ref | Literal["output", "input"]
+    Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
+
+
+class ConfigTest(Spec):
+    """A declared test on config.json that tells two families with one model_type apart."""
+
+    has: str | None = Field(None, description="This key must be present and not null.")
+    lacks: str | None = Field(None, description="This key must be absent or null.")
+    equals: dict[str, Any] | None = Field(None, description="These keys must hold these values.")
+
+
+class NormSpec(Spec):
+    """The normalisation used by the decoder."""
+
+    kind: NormKind = Field(description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
+    eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
+    offset: NormOffset = Field(
+        "none",
+        description="Zero-centred weights: `load` adds one while loading original checkpoints, "
+        "`run` adds one at run time.",
+    )
+    uncentred: tuple[str, ...] = Field(
+        (), description="Norm modules that an offset leaves alone (patterns with `*`)."
+    )
+
+
+class BlockSpec(Spec):
+    """How a decoder layer joins its two branches; a norm that is null does not exist."""
+
+    pre_mixer: ModulePath | None = Field("input_layernorm", description="Norm before the mixer.")
+    post_mixer: ModulePath | None = Field(None, description="Norm on the mixer's output.")
+    pre_mlp: ModulePath | None = Field("post_attention_layernorm", description="Norm before the MLP.")
+    post_mlp: ModulePath | None = Field(None, description="Norm on the MLP's output.")
+    parallel: bool = Field(False, description="Both branches read the first norm and are added together.")
+    residual_multiplier: Num = Field(1.0, description="Factor on each branch before it is added.")
+    kind: str = Field("standard", description="`standard`, or the name of a plugin's decoder layer.")
+    options: Options = Field({}, description="Options of a plugin's decoder layer.")
+
+
+class NamesSpec(Spec):
+    """Module paths of the decoder's frame."""
+
+    wrapper: ModulePathOrNone = Field(
+        "", description="Module that holds the decoder and its head, or nothing."
+    )
+    root: ModulePath = Field("model", description="Module of the decoder.")
+    embed: ModulePath = Field("embed_tokens", description="Token embedding, under the root.")
+    layers: ModulePath = Field("layers", description="The list of layers, under the root.")
+    norm: ModulePath | None = Field("norm", description="Final norm, under the root; null for none.")
+
+
+class LayerInputsSpec(Spec):
+    """A second, narrow embedding with a part for each layer, which the layers add to their output."""
+
+    width: Count = Field(description="Width of a layer's part; 0 for none.")
+    vocab_size: Width | None = Field(None, description="Its rows; the size `vocab_size` when absent.")
+
+
+class EmbeddingSpec(Spec):
+    """The token embedding."""
+
+    multiplier: Num | Literal["sqrt_hidden"] = Field(1.0, description="Factor on the embeddings.")
+    kind: str = Field("standard", description="`standard`, or the name of a plugin's embedding.")
+    options: Options = Field({}, description="Options of a plugin's embedding.")
+    layer_inputs: LayerInputsSpec | None = Field(None, description="Further inputs of every layer.")
+
+
+class HeadSpec(Spec):
+    """The output head."""
+
+    path: ModulePath = Field("lm_head", description="Module path beside the root.")
+    tied: Bool = Field(description="Whether the embedding serves as head.")
+    embedding_if_absent: Bool = Field(
+        False, description="A head of its own that is the embedding where a checkpoint has none."
+    )
+    bias: Bool = Field(False, description="Whether the head has a bias.")
+    norm: ModulePath | None = Field(None, description="A norm inside the head, before its product.")
+    multiplier: Num = Field(1.0, description="Factor on the logits.")
+    divisor: Positive = Field(1.0, description="Divisor of the logits.")
+    softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)`; 0 for none.")
+    normalise_columns: Bool = Field(False, description="Each column is L2-normalised while loading.")
+
+
+class ActivationSpec(Spec):
+    """An MLP or expert activation with its constants."""
+
+    name: Str = Field(
+        description="Name of the activation; in a GLU a function of one argument is the one on its gate."
+    )
+    alpha: Num = Field(1.0, description="Slope inside the sigmoid.")
+    limit: Num = Field(0.0, description="Clamp bound; 0 for none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_name_may_stand_alone(cls, data: Any) -> Any:
+        alone = isinstance(data, str | Ref) or (isinstance(data, dict) and "from" in data)
+        return {"name": data} if alone else data
+
+
+class DenseSpec(Spec):
+    """The MLP of layers without experts."""
+
+    path: ModulePath = Field("mlp", description="Module path in the layer.")
+    kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
+    width: Width | None = Field(None, description="Inner width; the size `dense_width` when absent.")
+    activation: ActivationSpec = Field(description="Activation.")
+    bias: Bool = Field(False, description="Biases on all projections.")
+    names: tuple[ModulePath, ModulePath, ModulePath] = Field(
+        ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
+    )
+
+
+class SelectionBiasSpec(Spec):
+    """A bias that is added to the scores for selection only."""
+
+    path: ModulePath = Field(description="Leaf, from the MoE module.")
+    enabled: Bool = Field(True, description="Whether the bias exists.")
+
+
+class GroupsSpec(Spec):
+    """Group-limited selection: only experts of the best groups can be picked."""
+
+    count: Count = Field(description="Number of groups.")
+    keep: Count = Field(description="Groups kept.")
+    score: Literal["top2", "max"] = Field(description="A group's score: sum of its two best, or its best.")
+    enabled: Bool = Field(True, description="Whether selection is limited.")
+
+
+class NormaliseSpec(Spec):
+    """Division of the selected weights by their sum."""
+
+    enabled: Bool = Field(description="Whether the weights are divided.")
+    eps: NotNegative = Field(0.0, description="Added to the sum.")
+    clamp: NotNegative = Field(0.0, description="Lower bound of the sum.")
+    skip_single: Bool = Field(False, description="Not done when one expert is picked.")
+    p: Positive = Field(1.0, description="The norm that divides: 1 for the sum of magnitudes.")
+
+
+class RouterSpec(Spec):
+    """How a token picks its experts: logits, score, selection, weights."""
+
+    path: ModulePath = Field(description="Leaf of the router's matrix, from the MoE module.")
+    form: Literal["linear", "bare"] = Field(
+        description="A Linear that conversion may quantise, or a bare matrix that it may not."
+    )
+    bias: Bool = Field(False, description="Whether the product has a bias.")
+    input_norm: ModulePath | None = Field(
+        None, description="Leaf of a scale: the input is RMS-normalised and multiplied by it."
+    )
+    dtype: Literal["model", "float32"] = Field(description="Type of the product with the router's matrix.")
+    multiplier: Num = Field(1.0, description="Factor on the logits.")
+    temperature: Positive = Field(1.0, description="Divisor of the logits.")
+    softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
+    select: str = Field("topk", description="`topk`, or the name of a plugin's selection.")
+    options: Options = Field({}, description="Options of a plugin's selection.")
+    score: Score = Field(description="The function that makes scores of logits.")
+    score_dtype: Literal["float32", "logits"] = Field(
+        "float32", description="Type the scores are computed in."
+    )
+    order: Literal["score_then_topk", "topk_then_score"] = Field(
+        description="Scores over all experts, or over the selected only."
+    )
+    selection_bias: SelectionBiasSpec | None = Field(None, description="Bias for selection only.")
+    groups: GroupsSpec | None = Field(None, description="Group-limited selection.")
+    normalise: NormaliseSpec | None = Field(None, description="Division by the sum.")
+    scale: Num = Field(1.0, description="Factor on the weights, after normalising.")
+    expert_scale: ModulePath | None = Field(None, description="Leaf of a learned factor for each expert.")
+
+    @model_validator(mode="after")
+    def _a_linear_holds_no_bias_for_selection(self) -> RouterSpec:
+        """Quantising replaces a Linear, and with it whatever stands inside."""
+        bias = self.selection_bias
+        if self.form == "linear" and bias is not None and bias.path.startswith(f"{self.path}."):
+            raise ValueError("a selection bias inside the router's module needs `form: bare`")
+        return self
+
+
+class LatentSpec(Spec):
+    """A narrower space that the routed experts work in."""
+
+    width: Count = Field(description="Width of the space; 0 for none.")
+    down: ModulePath = Field(description="Leaf that projects into it.")
+    up: ModulePath = Field(description="Leaf that projects out of it, after the weighted sum.")
+    bias: Bool = Field(False, description="Biases on both.")
+    norm: ModulePath | None = Field(
+        None, description="Leaf of a norm on the weighted sum, before it leaves the space."
+    )
+    norm_enabled: Bool = Field(True, description="Whether that norm exists.")
+    enabled: Bool = Field(True, description="Whether it exists.")
+
+    @property
+    def exists(self) -> bool:
+        """Whether a resolved section describes a space at all."""
+        return self.enabled and self.width > 0
+
+
+class ExpertsSpec(Spec):
+    """The routed experts."""
+
+    path: ModulePath = Field(description="Container, from the MoE module.")
+    kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
+    width: Width | None = Field(None, description="Inner width; the size `expert_width` when absent.")
+    activation: ActivationSpec = Field(description="Activation.")
+    bias: Bool = Field(False, description="Biases on all projections.")
+    latent: LatentSpec | None = Field(None, description="A narrower space for the experts.")
+    zero_experts: Count = Field(0, description="Router columns that return their input.")
+    weigh: Weigh = Field("output", description="What the weights multiply.")
+    output_scale: Num = Field(1.0, description="Factor on the weighted sum.")
+
+
+class SharedSpec(Spec):
+    """The expert that every token passes."""
+
+    combine: Combine = Field(description="How its output joins the routed one.")
+    path: SharedPath = Field(description="Module path, from the MoE module (`../name` for the layer).")
+    kind: Literal["glu", "mlp"] = Field("glu", description="Gated or not.")
+    width: Count = Field(description="Inner width.")
+    count: Count = Field(1, description="The width is multiplied by this.")
+    activation: ActivationSpec = Field(description="Activation.")
+    bias: Bool = Field(False, description="Biases on all projections.")
+    names: tuple[ModulePath, ModulePath, ModulePath] = Field(
+        ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
+    )
+    fused: bool = Field(False, description="Gate and up are one matrix under the gate's name.")
+    gate: ModulePath | None = Field(
+        None, description="Leaf of the gate or mix projection, from the MoE module."
+    )
+    gate_bias: bool = Field(False, description="Whether that projection has a bias.")
+    enabled: Bool = Field(True, description="Whether it exists; without width there is none either.")
+
+    @property
+    def exists(self) -> bool:
+        """Whether a resolved section describes an expert at all."""
+        return self.enabled and self.width * self.count > 0
+
+
+class MoeSpec(Spec):
+    """The Mixture-of-Experts block."""
+
+    path: ModulePathOrNone = Field(description="Module path in the layer.")
+    layers: tuple[LayerRule, ...] = Field(
+        min_length=1, description="Which layers: the first rule whose key is present."
+    )
+    dense_below: int = Field(0, description="With fewer experts than this such a layer has a dense MLP.")
+    router: RouterSpec = Field(description="The router.")
+    experts: ExpertsSpec = Field(description="The routed experts.")
+    shared: SharedSpec | None = Field(description="The shared expert; null for none.")
+    output_norm: ModulePath | None = Field(None, description="Leaf of a norm on the block's output.")
+
+
+def _key(name: str, *default: None) -> Any:
+    """A reference as a default: needed, or null where the key is absent."""
+    return Ref.model_validate({"from": name, **({"default": None} if default else {})})
+
+
+class SizesSpec(Spec):
+    """Where config.json says the sizes."""
+
+    hidden_size: Width = Field(_key("hidden_size"), description="Model width.")
+    num_layers: Width = Field(_key("num_hidden_layers"), description="Decoder layers.")
+    vocab_size: Width = Field(_key("vocab_size"), description="Rows of the embedding.")
+    num_heads: Width = Field(_key("num_attention_heads"), description="Query heads.")
+    num_kv_heads: Width | None = Field(_key("num_key_value_heads", None), description="Key-value heads.")
+    head_dim: Width | None = Field(
+        _key("head_dim", None), description="Head width; hidden over heads when absent."
+    )
+    dense_width: Count | None = Field(_key("intermediate_size", None), description="Width of dense MLPs.")
+    norm_eps: Positive = Field(_key("rms_norm_eps"), description="Epsilon of the norms.")
+    max_positions: Width | None = Field(_key("max_position_embeddings", None), description="Longest context.")
+    num_experts: Count = Field(description="Routed experts; a list holds one number for each layer.")
+    top_k: Count = Field(description="Experts a token picks; may be such a list.")
+    expert_width: Count = Field(description="Inner width of a routed expert; may be such a list.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_references(cls, data: Any, info: ValidationInfo) -> Any:
+        """In this section a bare name, or a list of names, is a config key."""
+        if not isinstance(data, dict) or info.context is RESOLVED:
+            return data
+        return {
+            k: {"from": v} if isinstance(v, str) or (isinstance(v, list) and v and k != "") else v
+            for k, v in data.items()
+        }
+
+
+class Family(Spec):
+    """One Mixture-of-Experts family."""
+
+    family: str = Field(description="Name of the family, equal to the file's name.")
+    extends: str | None = Field(None, description="A family that this one differs from; one level only.")
+    reference: str = Field(description="The original implementation that the file was read from.")
+    model_types: tuple[str, ...] = Field(description="Values of `model_type` that name the family.")
+    architectures: tuple[str, ...] = Field(description="Values of `architectures` that name the family.")
+    when: ConfigTest | None = Field(None, description="Further test, where a name is shared.")
+    text_config: bool = Field(False, description="The text settings may be nested under `text_config`.")
+    text_keys: tuple[str, ...] = Field(
+        ("text_config",),
+        min_length=1,
+        description="Dotted keys of the nested text settings, of which the first present one counts.",
+    )
+    config: SizesSpec = Field(description="Where config.json says the sizes.")
+    names: NamesSpec = Field(NamesSpec(), description="Module paths of the frame.")
+    embedding: EmbeddingSpec = Field(EmbeddingSpec(), description="Token embedding.")
+    norm: NormSpec = Field(description="Normalisation.")
+    block: BlockSpec = Field(BlockSpec(), description="The decoder layer.")
+    attention: MixerSpec | None = Field(
+        None, description="The mixer of every layer, or the base of variants."
+    )
+    layer_types: tuple[TypeRule, ...] | None = Field(
+        None, min_length=1, description="The type of each layer: the first rule whose key is present."
+    )
+    variants: dict[str, dict[str, Any] | None] = Field(
+        {}, description="By layer type: what differs from `attention`, or a mixer of its own; null for none."
+    )
+    dense_types: dict[str, str] = Field(
+        {}, description="Layer types that stand for others where the layer has no experts."
+    )
+    mlp_variants: dict[str, Literal["dense", "moe", "none"]] = Field(
+        {}, description="By layer type: which MLP the layer has, where the type decides it."
+    )
+    dense: DenseSpec | None = Field(None, description="The MLP of layers without experts.")
+    moe: MoeSpec = Field(description="The Mixture-of-Experts block.")
+    head: HeadSpec = Field(description="Output head.")
+    layouts: LayoutsSpec = Field(description="What checkpoints may look like.")
+    backbone: BackboneSpec | None = Field(None, description="Build mlx-lm's model, with these MoE blocks.")
+    example: dict[str, Any] = Field(
+        {}, description="Config entries of the tiny model that checks build, where they cannot be guessed."
+    )
+    notes: tuple[str, ...] = Field((), description="Remarks for readers.")

@@ -1,0 +1,154 @@
+"""Rules that say, for every layer, whether it has experts and which type it is.
+
+Rules stand in a list; the first whose config key is present is used. Each is expanded at build time
+into one value per layer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mlx_experts.registry.spec.values import AnyValue, Bool, Int, Spec
+
+
+class AllLayers(Spec):
+    """Every layer."""
+
+    kind: Literal["all"] = Field(description="Every layer has experts.")
+    enabled: Bool = Field(True, description="Whether any layer has experts.")
+
+
+class ListRule(Spec):
+    """A config list with one entry a layer."""
+
+    kind: Literal["list"] = Field(description="A list with one entry for each layer.")
+    key: str = Field(description="Config key of the list.")
+    value: AnyValue = Field(
+        True, description="Entries equal to this have experts; `true` matches truthy ones."
+    )
+
+
+class FirstDense(Spec):
+    """Layers from an index on, optionally every n-th."""
+
+    kind: Literal["from_layer"] = Field(description="Layer i has experts when i >= first.")
+    first: Int = Field(description="First layer with experts.")
+    every: Int = Field(1, description="And i is a multiple of this.")
+
+
+class SparseStep(Spec):
+    """Every n-th layer except a list."""
+
+    kind: Literal["sparse_step"] = Field(description="(i + 1) % step == 0 and i is not excepted.")
+    step: Int = Field(description="The step.")
+    dense: str = Field(description="Config key with the list of excepted layers.")
+    otherwise: tuple[int, ...] = Field((), description="The excepted layers where that key is absent.")
+
+
+class Periodic(Spec):
+    """Every n-th layer from an offset."""
+
+    kind: Literal["periodic"] = Field(description="i % period == offset.")
+    period: Int = Field(description="The period.")
+    offset: Int | Literal["last"] = Field(description="The offset; `last` for period - 1.")
+
+
+class RangeRule(Spec):
+    """A range of layers at an interval."""
+
+    kind: Literal["range"] = Field(description="start <= i <= end and (i + 1) % interval == 0.")
+    start: AnyValue = Field(description="First layer (a list gives its smallest).")
+    end: AnyValue = Field(description="Last layer (a list gives its largest); null or -1 for the last one.")
+    interval: Int = Field(description="The interval.")
+
+
+class IndexRule(Spec):
+    """Explicit layer indices."""
+
+    kind: Literal["indices"] = Field(description="The layers that a config key lists.")
+    key: str = Field(description="Config key: a list, or a comma-separated string.")
+    base: int = Field(0, description="Index of the first layer in that list.")
+
+
+class LetterRule(Spec):
+    """A letter for each layer."""
+
+    kind: Literal["letters"] = Field(description="A string with one letter for each layer.")
+    key: str = Field(description="Config key of the string.")
+    letter: str = Field(description="Layers with this letter have experts.")
+
+
+LayerRule = Annotated[
+    AllLayers | ListRule | FirstDense | SparseStep | Periodic | RangeRule | IndexRule | LetterRule,
+    Field(discriminator="kind"),
+]
+
+
+class TypeList(Spec):
+    """A config list of layer types."""
+
+    kind: Literal["list"] = Field(description="A list with one entry for each layer.")
+    key: str = Field(description="Config key of the list.")
+    map: dict[str | int | bool, str] | None = Field(
+        None, min_length=1, description="Config values to the types used here; without it values are types."
+    )
+    empty_is_absent: bool = Field(False, description="A list without entries does not count as present.")
+    last: str | None = Field(None, description="Type of the last layer, whatever else the rule says of it.")
+
+
+class TypeLetters(Spec):
+    """A letter for each layer."""
+
+    kind: Literal["letters"] = Field(description="A string, or a list, with one letter for each layer.")
+    key: str = Field(description="Config key of the string.")
+    map: dict[str, str] = Field(min_length=1, description="Letters to layer types.")
+    repeats: bool = Field(False, description="The string is a pattern that repeats from the first layer on.")
+
+
+class TypePeriodic(Spec):
+    """Every n-th layer is of one type, the rest of another."""
+
+    kind: Literal["periodic"] = Field(description="i % period == offset picks the type `is`.")
+    period: Int = Field(description="The period.")
+    offset: Int | Literal["last"] = Field(description="The offset; `last` for period - 1.")
+    is_: str = Field(alias="is", description="Type of the picked layers.")
+    otherwise: str = Field(description="Type of the other layers.")
+    tail: str | None = Field(None, description="Type of the layers of an incomplete last period.")
+    last: str | None = Field(None, description="Type of the last layer, whatever else the rule says of it.")
+
+
+class TypeIndices(Spec):
+    """Explicit layer indices of one type."""
+
+    kind: Literal["indices"] = Field(description="The layers that a config key lists are of the type `is`.")
+    key: str = Field(description="Config key of the list.")
+    base: int = Field(0, description="Index of the first layer in that list.")
+    is_: str = Field(alias="is", description="Type of the listed layers.")
+    otherwise: str = Field(description="Type of the other layers.")
+
+
+class TypeRange(Spec):
+    """A range of layers, every n-th of it, is of one type, the rest of another."""
+
+    kind: Literal["range"] = Field(description="Layers start <= i < stop, every n-th, are of the type `is`.")
+    start: Int = Field(0, description="First layer of the range.")
+    stop: Int | None = Field(None, description="The layer past the range; null for no end.")
+    every: Int = Field(1, description="And i - start is a multiple of this.")
+    enabled: Bool = Field(True, description="Whether any layer is of the type `is`.")
+    is_: str = Field(alias="is", description="Type of the layers in the range.")
+    otherwise: str = Field(description="Type of the other layers.")
+
+
+class TypePattern(Spec):
+    """A repeating list of types."""
+
+    kind: Literal["pattern"] = Field(description="The types repeat from the first layer on.")
+    types: tuple[str, ...] = Field(min_length=1, description="The types.")
+
+
+TypeRule = Annotated[
+    TypeList | TypeLetters | TypePeriodic | TypeIndices | TypeRange | TypePattern,
+    Field(discriminator="kind"),
+]

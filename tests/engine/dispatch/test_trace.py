@@ -1,0 +1,77 @@
+"""The trace counts exactly, merges for people, and survives threads."""
+
+import json
+import sys
+import threading
+
+import pytest
+
+from mlx_experts.engine.dispatch.trace import Trace, TraceKey, rows_label
+
+
+@pytest.mark.parametrize(
+    ("rows", "label"),
+    [(0, "0"), (1, "1"), (2, "2"), (3, "3-4"), (4, "3-4"), (5, "5-8"), (9, "9-16"), (512, "257-512")],
+)
+def test_rows_fall_into_powers_of_two(rows, label):
+    assert rows_label(rows) == label
+
+
+def test_calls_are_counted_by_layer_path_rows_and_reason():
+    trace = Trace()
+    for layer in ("a", "b"):
+        trace.add(TraceKey(layer, "fused", "1", "cpu"))
+    trace.add(TraceKey("a", "gather", "5-8", "rows"), "rows: wanted 1, got 5")
+    trace.add(TraceKey("a", "fused", "1", "cpu"))
+    assert trace.total() == 4
+    assert trace.total("fused") == 3
+    assert trace.total("fused", layer="a") == 2
+    assert trace.total(reason="rows") == 1
+    assert trace.total("gather", rows="1") == 0
+    assert {r.note for r in trace.snapshot() if r.path == "gather"} == {"rows: wanted 1, got 5"}
+
+
+def test_table_merges_layers_and_json_keeps_them():
+    trace = Trace()
+    for layer in ("a", "b", "c"):
+        trace.add(TraceKey(layer, "fused", "1", "cpu"))
+    (line,) = trace.table()
+    assert (line.layer, line.count) == ("3 layers", 3)
+    assert [row["layer"] for row in json.loads(trace.to_json())] == ["a", "b", "c"]
+
+
+def test_reset_forgets_counts_and_notes():
+    trace = Trace()
+    trace.add(TraceKey("a", "gather", "2", "rows"), "note")
+    trace.reset()
+    assert trace.snapshot() == []
+    trace.add(TraceKey("a", "gather", "2", "rows"), "other")
+    assert trace.snapshot()[0].note == "other"
+
+
+def test_the_note_of_the_first_call_stays():
+    trace = Trace()
+    for rows in (5, 6):
+        trace.add(TraceKey("a", "gather", "5-8", "rows"), f"rows: wanted 1, got {rows}")
+    assert trace.snapshot()[0].note == "rows: wanted 1, got 5"
+
+
+def test_no_call_is_lost_between_threads():
+    trace = Trace()
+    key = TraceKey("a", "fused", "1", "cpu")
+
+    def many():
+        for _ in range(20_000):
+            trace.add(key)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet inside `add`
+    try:
+        threads = [threading.Thread(target=many) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert trace.total() == 80_000

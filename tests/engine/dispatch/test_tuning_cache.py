@@ -1,0 +1,95 @@
+"""The break-even moves only outside the noise, and is kept for exactly what was measured."""
+
+import json
+
+import pytest
+
+from mlx_experts.engine.dispatch import tuning_cache
+from mlx_experts.engine.dispatch.policy import TunedBound
+from mlx_experts.engine.dispatch.tuning_cache import Timing
+from mlx_experts.registry.errors import SettingError
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv(tuning_cache.CACHE_DIR, str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def timing(width, ratio, noise=0.05):
+    return Timing(width, 100 * ratio, 100.0, noise)
+
+
+@pytest.mark.parametrize(
+    ("timings", "bound"),
+    [
+        ([timing(512, 3.0), timing(4096, 1.2)], None),
+        ([timing(512, 3.0), timing(4096, 0.97)], None),
+        ([timing(512, 3.0), timing(2048, 1.0), timing(4096, 0.90), timing(8192, 1.5)], 2048),
+        ([timing(4096, 0.90), timing(512, 3.0)], 512),
+        ([timing(512, 0.5)], 0),
+        ([timing(512, 0.5, noise=0.6)], None),
+    ],
+)
+def test_the_bound_is_the_widest_before_fused_loses_outside_the_noise(timings, bound):
+    assert tuning_cache.break_even(timings) == TunedBound(bound)
+
+
+def test_what_is_kept_is_found_again_and_only_for_this_device(folder):
+    assert tuning_cache.bound("cpu") is None
+    tuning_cache.save("cpu", [timing(512, 3.0), timing(4096, 0.5)])
+    assert tuning_cache.bound("cpu") == TunedBound(512)
+    tuning_cache.save("cpu", [timing(512, 3.0)])
+    assert tuning_cache.bound("cpu") == TunedBound(None)
+    assert [path.name for path in folder.iterdir()] == ["tune.json"]
+
+
+@pytest.mark.parametrize("changed", ["kernel_hash", "device"])
+def test_another_kernel_or_device_does_not_find_it(monkeypatch, changed):
+    tuning_cache.save("cpu", [timing(512, 0.5)])
+    if changed == "kernel_hash":
+        monkeypatch.setattr(tuning_cache, "kernel_hash", lambda: "other")
+    else:
+        monkeypatch.setattr(tuning_cache.mx, "device_info", lambda kind: {"device_name": "another"})
+    assert tuning_cache.bound("cpu") is None
+
+
+def test_the_kernel_hash_covers_every_file_of_the_kernels(monkeypatch, tmp_path):
+    (tmp_path / "cpu.py").write_text("a")
+    monkeypatch.setattr(tuning_cache, "files", lambda package: tmp_path)
+    seen = set()
+    for text in ("a", "b"):
+        (tmp_path / "rows.h").write_text(text)
+        tuning_cache.kernel_hash.cache_clear()
+        seen.add(tuning_cache.kernel_hash())
+    tuning_cache.kernel_hash.cache_clear()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"KEY": 3}', '{"KEY": {"max_width": "wide"}}'])
+def test_a_damaged_file_is_an_error_that_names_it(folder, text):
+    folder.mkdir()
+    (folder / "tune.json").write_text(text.replace("KEY", tuning_cache.entry_key("cpu").replace('"', '\\"')))
+    with pytest.raises(SettingError, match=r"tune\.json"):
+        tuning_cache.bound("cpu")
+
+
+def test_the_file_keeps_the_timings_and_other_devices(folder):
+    folder.mkdir()
+    (folder / "tune.json").write_text(json.dumps({"another": {"max_width": 7}}))
+    tuning_cache.save("cpu", [timing(1024, 2.0), timing(512, 3.0)])
+    kept = json.loads((folder / "tune.json").read_text())
+    assert kept["another"] == {"max_width": 7}
+    assert [t["width"] for t in kept[tuning_cache.entry_key("cpu")]["timings"]] == [512, 1024]
+
+
+def test_the_folder_follows_the_platform(monkeypatch, tmp_path):
+    monkeypatch.delenv(tuning_cache.CACHE_DIR)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(tuning_cache.sys, "platform", "linux")
+    assert tuning_cache.cache_file() == tmp_path / "xdg" / "mlx-experts" / "tune.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert tuning_cache.cache_file() == tmp_path / ".cache" / "mlx-experts" / "tune.json"
+    monkeypatch.setattr(tuning_cache.sys, "platform", "darwin")
+    assert tuning_cache.cache_file() == tmp_path / "Library" / "Caches" / "mlx-experts" / "tune.json"

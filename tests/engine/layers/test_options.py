@@ -1,0 +1,59 @@
+"""Options of plugins' components."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field
+
+from mlx_experts.engine.layers.options import check_parts, read_options
+from mlx_experts.registry.errors import ConfigError, SpecError
+from mlx_experts.registry.spec.values import Int, Spec
+
+
+class Options(Spec):
+    kernel: Int = Field(description="Width.")
+
+
+class Nested(Spec):
+    parts: tuple[Options, ...] = Field(description="Parts.")
+
+
+def test_options_become_an_instance() -> None:
+    assert read_options(Options, {"kernel": 4}, "a mixer").kernel == 4
+
+
+def test_unknown_option_is_named_with_the_known_ones() -> None:
+    with pytest.raises(SpecError, match="unknown key 'kernle'") as caught:
+        read_options(Options, {"kernle": 4}, "a mixer")
+    assert caught.value.expected == "one of kernel"
+
+
+def test_missing_option_names_its_key() -> None:
+    with pytest.raises(SpecError, match="a mixer") as caught:
+        read_options(Options, {}, "a mixer")
+    assert caught.value.where == "options.kernel"
+
+
+def test_option_of_the_wrong_type_shows_its_value() -> None:
+    with pytest.raises(SpecError) as caught:
+        read_options(Options, {"kernel": "four"}, "a mixer")
+    assert caught.value.found == "'four'"
+    assert caught.value.where == "options.kernel"
+    assert caught.value.expected == "a whole number"
+
+
+def test_a_part_of_an_option_is_told_by_its_place() -> None:
+    with pytest.raises(SpecError) as caught:
+        read_options(Nested, {"parts": [{"kernel": 4}, {"kernel": -1.5}]}, "a mixer")
+    assert caught.value.where == "options.parts.1.kernel"
+
+
+def test_a_size_that_cannot_be_cut_into_equal_parts_is_named_with_its_layer() -> None:
+    check_parts(6, 3, "the heads cannot be divided")
+    with pytest.raises(ConfigError, match="the heads cannot be divided") as caught:
+        check_parts(6, 4, "the heads cannot be divided", layer=2)
+    assert (caught.value.where, caught.value.expected, caught.value.found) == (
+        "config.json or the family file, layer 2",
+        "a multiple of 4",
+        "6",
+    )

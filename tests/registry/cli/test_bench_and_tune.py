@@ -1,0 +1,114 @@
+"""The verbs that measure: what they print, keep and draw."""
+
+import json
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mlx_experts.engine.dispatch import tuning_cache
+from mlx_experts.engine.dispatch.policy import TunedBound
+from mlx_experts.engine.tools import bench_experts as measure
+from mlx_experts.registry.catalog import public_shapes as shapes
+from mlx_experts.registry.catalog.public_shapes import Shape
+from mlx_experts.registry.cli import plot
+from mlx_experts.registry.cli.bench import bench
+from mlx_experts.registry.cli.tune import tune as tune_verb
+from mlx_experts.registry.errors import SettingError
+
+SMALL = (
+    Shape(family="narrow", checkpoint="none", hidden=64, width=64, experts=4, top_k=2),
+    Shape(family="wide", checkpoint="none", hidden=64, width=128, experts=4, top_k=2, activation="relu2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    """Two tiny shapes, and a folder of its own for what is kept."""
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "EXPERT_BYTES", 1 << 20)
+    monkeypatch.setattr(shapes, "shapes", lambda: SMALL)
+    monkeypatch.setenv(tuning_cache.CACHE_DIR, str(tmp_path / "kept"))
+
+
+def run(verb, *arguments):
+    app = typer.Typer()
+    app.command()(verb)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=True)
+
+
+def test_bench_prints_one_row_a_family_with_device_and_date():
+    result = run(bench, "--rounds", "3")
+    assert result.exit_code == 0, result.output
+    assert "narrow" in result.output
+    assert "wide" in result.output
+    assert measure.about()["device"] in result.output
+    assert measure.about()["date"] in result.output
+
+
+def test_bench_as_json_names_the_conditions_and_holds_every_figure():
+    result = run(bench, "wide", "--rounds", "3", "--json", "--dtype", "bfloat16", "--mode", "mxfp4")
+    report = json.loads(result.output)
+    assert (report["dtype"], report["storage"]["mode"], report["baseline"]) == ("bfloat16", "mxfp4", "gather")
+    (entry,) = report["shapes"]
+    assert entry["family"] == "wide"
+    assert entry["ratio"] == pytest.approx(entry["baseline_us"] / entry["fused_us"])
+    assert entry["fused_error"] < 5e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bench_puts_a_shared_expert_in_both_paths(dtype):
+    results = [
+        run(bench, "wide", "--rounds", "3", "--json", "--dtype", dtype, *more)
+        for more in ([], ["--shared", "192"])
+    ]
+    without, beside = (json.loads(r.output) for r in results)
+    assert beside["shared"] == 192
+    (alone,), (both,) = without["shapes"], beside["shapes"]
+    # Two matrices of 192 rows more, in four bits with two scales of the dtype for every 64.
+    wide = 2 if dtype == "bfloat16" else 4
+    assert both["bytes_per_token"] - alone["bytes_per_token"] == 2 * 192 * (64 // 2 + 2 * wide)
+    assert max(both["fused_error"], both["baseline_error"]) < 5e-2
+    assert both["fused_error"] < 5e-3
+
+
+@pytest.mark.parametrize("name", ["ratio.svg", "ratio.png"])
+def test_bench_draws_the_ratio(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    result = run(bench, "--rounds", "3", "--plot", str(tmp_path / name))
+    assert result.exit_code == 0, result.output
+    drawn = (tmp_path / name).read_bytes()
+    if name.endswith("svg"):
+        assert b"<svg" in drawn
+        assert b"break-even" in drawn
+        assert b"narrow" in drawn
+    else:
+        assert drawn.startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(tmp_path, monkeypatch):
+    with pytest.raises(SettingError, match=r"\.svg or \.png"):
+        plot.check_plot(tmp_path / "a.gif")
+    with pytest.raises(SettingError, match="folder"):
+        plot.check_plot(tmp_path / "no" / "a.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match=r"mlx-experts\[plot\]"):
+        plot.check_plot(tmp_path / "a.svg")
+
+
+def test_tune_keeps_a_bound_and_says_where(tmp_path):
+    result = run(tune_verb, "--rounds", "5", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert [t["width"] for t in report["timings"]] == [64, 128]
+    assert report["file"] == str(tmp_path / "kept" / "tune.json")
+    assert tuning_cache.bound("cpu") == TunedBound(report["max_width"])
+
+
+def test_tune_prints_a_table_and_its_outcome():
+    result = run(tune_verb, "narrow", "--rounds", "5")
+    assert result.exit_code == 0, result.output
+    assert "fused" in result.output
+    assert str(tuning_cache.cache_file()) in result.output
