@@ -10,7 +10,6 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from mlx_experts.plugins import hookspecs, standard
 from mlx_experts.plugins.hookspecs import PROJECT, Override
 
 NARROW_VARIABLE = "MLX_EXPERTS_PLUGINS"
-TRACE_VARIABLE = "MLX_EXPERTS_TRACE_PLUGINS"
 
 KINDS = {
     "mixer": "register_mixers",
@@ -39,6 +37,7 @@ KINDS = {
 
 
 _BUILTIN = "mlx_experts.plugins.builtin"
+_SETTINGS = "mlx_experts.registry.settings"
 T = TypeVar("T")
 # Held while plugins are loaded: components that two threads register at once are refused as registered twice.
 _LOADING = threading.RLock()
@@ -66,14 +65,16 @@ def manager() -> pluggy.PluginManager:
 
     Raises:
         PluginProblem: a plugin cannot be imported, or the narrowing variable names an unknown one.
+        SettingError: a variable of the environment cannot be read.
     """
     plugins = pluggy.PluginManager(PROJECT)
     plugins.add_hookspecs(hookspecs)
-    if os.environ.get(TRACE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off"):
+    asked = importlib.import_module(_SETTINGS).read()
+    if asked.trace_plugins:
         plugins.trace.root.setwriter(lambda text: print(text, end="", file=sys.stderr))
         plugins.enable_tracing()
     points = {p.name: p for p in importlib.metadata.entry_points(group=PROJECT)}
-    for name in _wanted(list(points)):
+    for name in _wanted(list(points), asked.plugins):
         try:
             plugins.register(points[name].load(), name=name)
         except (ImportError, AttributeError, pluggy.PluginValidationError) as error:
@@ -84,11 +85,10 @@ def manager() -> pluggy.PluginManager:
     return plugins
 
 
-def _wanted(names: list[str]) -> list[str]:
-    value = os.environ.get(NARROW_VARIABLE)
-    if value is None or not value.strip():
+def _wanted(names: list[str], asked: tuple[str, ...] | None) -> list[str]:
+    if not asked:
         return names
-    wanted = [part.strip() for part in value.split(",") if part.strip()]
+    wanted = list(asked)
     if wanted == ["none"]:
         return []
     unknown = [name for name in wanted if name not in names]

@@ -1,62 +1,144 @@
-"""Every environment variable that this package reads, in one place."""
+"""Every environment variable that this package reads, in one place, with what its page says of it.
+
+Settings are read from the environment each time that :func:`read` is called: once for a command, a load or a
+layer's decision, never while tokens are being made.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from mlx_experts.registry.errors import SettingError
+
+PREFIX: Final = "MLX_EXPERTS_"
+_OFF: Final = frozenset({"0", "false", "off", "no"})
 
 
-@dataclass(frozen=True)
-class Variable:
-    """One variable.
+def _is_on(value: object) -> object:
+    """Whether a switch is on: only the four words of `_OFF` switch off."""
+    return value.strip().lower() not in _OFF if isinstance(value, str) else value
 
-    Args:
-        name: its name.
-        values: what it takes.
-        default: what holds when it is unset or empty.
-        effect: what it does.
+
+def _digits(value: object) -> object:
+    """A whole number as it is written in decimal digits, and nothing else that ``int`` takes."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("a whole number of at least 0")
+    return int(text)
+
+
+def _folders(value: object) -> object:
+    """A list of folders, separated as in PATH."""
+    return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
+
+
+def _folder(value: object) -> object:
+    """A folder; nothing but spaces is none."""
+    return (value.strip() or None) if isinstance(value, str) else value
+
+
+def _names(value: object) -> object:
+    """A list of names, separated by commas."""
+    return tuple(n.strip() for n in value.split(",") if n.strip()) if isinstance(value, str) else value
+
+
+def _existing(folders: tuple[Path, ...]) -> tuple[Path, ...]:
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"a folder that exists, and {folder} does not")
+    return folders
+
+
+def _page(values: str, default: str) -> dict[str, Any]:
+    """What the page of the environment says beside a setting's description."""
+    return {"values": values, "default": default}
+
+
+Switch = Annotated[bool, BeforeValidator(_is_on)]
+WholeNumber = Annotated[int | None, BeforeValidator(_digits)]
+Folder = Annotated[Path | None, BeforeValidator(_folder)]
+
+
+class Settings(BaseSettings):
+    """The settings of one moment; an empty variable counts as unset."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="ignore")
+
+    families: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_folders), AfterValidator(_existing)] = (
+        Field(
+            (),
+            description="Further folders with family files. A folder that does not exist is an error.",
+            json_schema_extra=_page("folders, separated as in PATH", "none"),
+        )
+    )
+    plugins: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_names)] = Field(
+        None,
+        description="Narrows which plugins are loaded. A name that is not installed is an error.",
+        json_schema_extra=_page("entry-point names, separated by commas; `none`", "all installed plugins"),
+    )
+    trace_plugins: Switch = Field(
+        False,
+        description="Prints every hook call with its result to standard error.",
+        json_schema_extra=_page("anything but 0, false, off, no", "off"),
+    )
+    fused: Switch = Field(
+        True,
+        description="Whether experts may run fused. An argument of `load` wins over it.",
+        json_schema_extra=_page("0, false, off, no switch off; anything else leaves on", "on"),
+    )
+    fused_max_dff: WholeNumber = Field(
+        None,
+        description="Widest expert that runs fused, itself included. What is not a number is an error.",
+        json_schema_extra=_page(
+            "a whole number", "4096 on Metal, no bound elsewhere, or what `registry tune` found"
+        ),
+    )
+    cache_dir: Folder = Field(
+        None,
+        description="Where `registry tune` keeps what it measured.",
+        json_schema_extra=_page("a folder", "the user's cache folder"),
+    )
+
+
+def variable(field: str) -> str:
+    """The environment variable of a setting."""
+    return f"{PREFIX}{field.upper()}"
+
+
+def variables() -> dict[str, FieldInfo]:
+    """Every setting by its environment variable."""
+    return {variable(name): field for name, field in Settings.model_fields.items()}
+
+
+def read() -> Settings:
+    """The settings as the environment has them now.
+
+    Raises:
+        SettingError: a variable cannot be read; its name, what it takes and what it holds are named.
     """
-
-    name: str
-    values: str
-    default: str
-    effect: str
-
-
-VARIABLES: tuple[Variable, ...] = (
-    Variable(
-        "MLX_EXPERTS_FAMILIES",
-        "folders, separated as in PATH",
-        "none",
-        "Further folders with family files. A folder that does not exist is an error.",
-    ),
-    Variable(
-        "MLX_EXPERTS_PLUGINS",
-        "entry-point names, separated by commas; `none`",
-        "all installed plugins",
-        "Narrows which plugins are loaded. A name that is not installed is an error.",
-    ),
-    Variable(
-        "MLX_EXPERTS_TRACE_PLUGINS",
-        "anything but 0, false, off, no",
-        "off",
-        "Prints every hook call with its result to standard error.",
-    ),
-    Variable(
-        "MLX_EXPERTS_FUSED",
-        "0, false, off, no switch off; anything else leaves on",
-        "on",
-        "Whether experts may run fused. An argument of `load` wins over it.",
-    ),
-    Variable(
-        "MLX_EXPERTS_FUSED_MAX_DFF",
-        "a whole number",
-        "4096 on Metal, no bound elsewhere, or what `registry tune` found",
-        "Widest expert that runs fused, itself included. What is not a number is an error.",
-    ),
-    Variable(
-        "MLX_EXPERTS_CACHE_DIR",
-        "a folder",
-        "the user's cache folder",
-        "Where `registry tune` keeps what it measured.",
-    ),
-)
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        name = variable(field)
+        extra = Settings.model_fields[field].json_schema_extra
+        takes = extra["values"] if isinstance(extra, dict) else ""
+        told = first["msg"].removeprefix("Value error, ")
+        raise SettingError(
+            "a variable of the environment cannot be read",
+            where=name,
+            expected=told if first["type"] == "value_error" else str(takes),
+            found=str(os.environ.get(name, ""))[:80],
+            hint=f"correct {name}, or unset it",
+        ) from error

@@ -5,16 +5,13 @@ Read once when a layer's path is decided, never while tokens are being made.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_experts.engine.kernels.request import Device
-from mlx_experts.registry.errors import SettingError
+from mlx_experts.registry import settings
 
-SWITCH = "MLX_EXPERTS_FUSED"
-WIDTH_BOUND = "MLX_EXPERTS_FUSED_MAX_DFF"
-_OFF = frozenset({"0", "false", "off", "no"})
+SWITCH = settings.variable("fused")
+WIDTH_BOUND = settings.variable("fused_max_dff")
 
 # Above these expert widths the gather path was faster where others measured it: on an M1 Ultra 2560 gains
 # and 6400 loses 6 %. No Metal device has run this code; `registry tune` replaces the figure. On an H200 and
@@ -51,7 +48,6 @@ def resolve(
     fused: bool | None = None,
     *,
     tuned: TunedBound | None = None,
-    environ: Mapping[str, str] = os.environ,
 ) -> Policy:
     """The policy for one device.
 
@@ -60,28 +56,15 @@ def resolve(
         tuned: what ``registry tune`` found on this device, if it was run.
 
     Raises:
-        SettingError: the width bound in the environment is not a whole number of at least 0.
+        SettingError: a variable of the environment cannot be read.
     """
+    asked = settings.read()
     if fused is not None:
         enabled, switched_by = fused, f"fused={fused}"
     else:
-        off = environ.get(SWITCH, "").strip().lower() in _OFF
-        enabled, switched_by = not off, f"{SWITCH}={environ[SWITCH]}" if off else "default"
-    text = environ.get(WIDTH_BOUND, "").strip()
-    if text:
-        return Policy(enabled, _width(text), switched_by, WIDTH_BOUND)
+        enabled, switched_by = asked.fused, "default" if asked.fused else f"{SWITCH} in the environment"
+    if asked.fused_max_dff is not None:
+        return Policy(enabled, asked.fused_max_dff, switched_by, WIDTH_BOUND)
     if tuned is not None:
         return Policy(enabled, tuned.max_width, switched_by, "registry tune")
     return Policy(enabled, _DEFAULT_BOUND[device], switched_by, f"default for {device}")
-
-
-def _width(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise SettingError(
-            "The bound on the expert width cannot be read.",
-            where=WIDTH_BOUND,
-            expected="a whole number of at least 0",
-            found=text,
-            hint=f"Unset {WIDTH_BOUND}, or set it to the widest expert that may run fused.",
-        )
-    return int(text)

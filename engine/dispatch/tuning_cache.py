@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -19,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from platformdirs import user_cache_path
 
 from mlx_experts.engine.dispatch.policy import TunedBound
 from mlx_experts.engine.kernels.request import Device
+from mlx_experts.registry import settings
 from mlx_experts.registry.errors import SettingError
 
-CACHE_DIR = "MLX_EXPERTS_CACHE_DIR"
+CACHE_DIR = settings.variable("cache_dir")
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,8 @@ def break_even(timings: Sequence[Timing]) -> TunedBound:
 
 def cache_file() -> Path:
     """Where the entries are kept; ``MLX_EXPERTS_CACHE_DIR`` names another folder."""
-    folder = os.environ.get(CACHE_DIR, "").strip()
-    if folder:
-        return Path(folder) / "tune.json"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-experts" / "tune.json"
-    base = os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache"
-    return Path(base) / "mlx-experts" / "tune.json"
+    folder = settings.read().cache_dir
+    return (folder or user_cache_path("mlx-experts", appauthor=False)) / "tune.json"
 
 
 @lru_cache(maxsize=1)

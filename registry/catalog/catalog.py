@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -18,13 +17,13 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from mlx_experts.registry import settings
 from mlx_experts.registry.catalog.validation_errors import at, spec_error
 from mlx_experts.registry.catalog.yaml_reader import Lines, not_yaml, read_text, read_yaml
 from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
 from mlx_experts.registry.spec.checkpoint import PerExpert, Stacked
 from mlx_experts.registry.spec.family import ConfigTest, Family, MixerSpec
 
-FAMILIES_VARIABLE = "MLX_EXPERTS_FAMILIES"
 _MIXER: TypeAdapter[Any] = TypeAdapter(MixerSpec)
 HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_keys")
 
@@ -58,7 +57,7 @@ class Catalog:
         for folder in given:
             if not folder.is_dir():
                 raise SettingError("a folder of families does not exist", found=str(folder))
-        self.folders = (bundled or _bundled(), *_from_environment(), *given)
+        self.folders = (bundled or _bundled(), *settings.read().families, *given)
         self._loaded: dict[str, Family] = {}
 
     @functools.cached_property
@@ -360,16 +359,3 @@ def _passes(test: ConfigTest, config: Any) -> bool:
 
 def _bundled() -> Path:
     return Path(str(resources.files("mlx_experts.families")))
-
-
-def _from_environment() -> tuple[Path, ...]:
-    value = os.environ.get(FAMILIES_VARIABLE, "")
-    folders = tuple(Path(part) for part in value.split(os.pathsep) if part)
-    for folder in folders:
-        if not folder.is_dir():
-            raise SettingError(
-                f"{FAMILIES_VARIABLE} names a folder that does not exist",
-                found=str(folder),
-                hint="correct or unset the variable",
-            )
-    return folders

@@ -16,7 +16,7 @@ from mlx_experts.plugins.manager import KINDS
 from mlx_experts.registry.catalog.catalog import Catalog, mixers
 from mlx_experts.registry.checks import evidence
 from mlx_experts.registry.checks.coverage import unsupported
-from mlx_experts.registry.settings import VARIABLES
+from mlx_experts.registry.settings import variables
 from mlx_experts.registry.spec import checkpoint as layouts
 from mlx_experts.registry.spec import family as schema
 from mlx_experts.registry.spec import layer_rules as rules
@@ -259,5 +259,9 @@ def hooks_page() -> str:
 
 def environment_page() -> str:
     """One row for each environment variable."""
-    rows = [(f"`{v.name}`", v.values, v.default, v.effect) for v in VARIABLES]
+    rows = []
+    for name, field in variables().items():
+        assert isinstance(field.json_schema_extra, dict)
+        page = field.json_schema_extra
+        rows.append((f"`{name}`", str(page["values"]), str(page["default"]), field.description or ""))
     return "# Environment variables\n\n" + _table(("name", "takes", "default", "effect"), rows)

@@ -1,31 +1,41 @@
 """The settings mean exactly what the documentation says."""
 
+import os
 from importlib.resources import files
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from mlx_experts.engine.dispatch.policy import SWITCH, WIDTH_BOUND, TunedBound, resolve
+from mlx_experts.engine.dispatch.policy import SWITCH, WIDTH_BOUND, Policy, TunedBound, resolve
 from mlx_experts.engine.loading.checkpoint_loader import load_checkpoint
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import SettingError
 
 
+def under(environment: dict[str, str], *args: Any, **options: Any) -> Policy:
+    """The policy under these variables and no others of this package."""
+    others = {k: v for k, v in os.environ.items() if k not in (SWITCH, WIDTH_BOUND)}
+    with mock.patch.dict(os.environ, {**others, **environment}, clear=True):
+        return resolve(*args, **options)
+
+
 @pytest.mark.parametrize("text", ["0", "false", "off", "no", " OFF ", "False", "nO\n"])
 def test_these_texts_switch_fused_off(text):
-    policy = resolve("cpu", environ={SWITCH: text})
+    policy = under({SWITCH: text}, "cpu")
     assert not policy.enabled
     assert SWITCH in policy.switched_by
 
 
 @pytest.mark.parametrize("text", ["", " ", "1", "true", "on", "yes", "disabled", "00", "-1"])
 def test_anything_else_leaves_it_on(text):
-    assert resolve("cpu", environ={SWITCH: text}).enabled
+    assert under({SWITCH: text}, "cpu").enabled
 
 
 def test_unset_leaves_it_on_and_unbounded_except_on_metal():
-    assert resolve("cpu", environ={}).max_width is None
-    assert resolve("cuda", environ={}).max_width is None
-    metal = resolve("metal", environ={})
+    assert under({}, "cpu").max_width is None
+    assert under({}, "cuda").max_width is None
+    metal = under({}, "metal")
     assert (metal.enabled, metal.max_width) == (True, 4096)
 
 
@@ -33,22 +43,22 @@ def test_unset_leaves_it_on_and_unbounded_except_on_metal():
     ("argument", "text", "enabled"), [(True, "0", True), (False, "1", False), (None, "0", False)]
 )
 def test_the_argument_wins_over_the_environment(argument, text, enabled):
-    assert resolve("cpu", argument, environ={SWITCH: text}).enabled is enabled
+    assert under({SWITCH: text}, "cpu", argument).enabled is enabled
 
 
 def test_the_bound_is_read_from_the_environment_before_the_tuned_one():
     tuned = TunedBound(2048)
-    assert resolve("metal", tuned=tuned, environ={}).max_width == 2048
-    assert resolve("metal", tuned=TunedBound(None), environ={}).max_width is None
-    assert resolve("metal", tuned=tuned, environ={WIDTH_BOUND: " 1408 "}).max_width == 1408
-    assert resolve("cuda", environ={WIDTH_BOUND: "0"}).max_width == 0
-    assert resolve("metal", tuned=tuned, environ={WIDTH_BOUND: ""}).max_width == 2048
+    assert under({}, "metal", tuned=tuned).max_width == 2048
+    assert under({}, "metal", tuned=TunedBound(None)).max_width is None
+    assert under({WIDTH_BOUND: " 1408 "}, "metal", tuned=tuned).max_width == 1408
+    assert under({WIDTH_BOUND: "0"}, "cuda").max_width == 0
+    assert under({WIDTH_BOUND: ""}, "metal", tuned=tuned).max_width == 2048
 
 
 @pytest.mark.parametrize("text", ["4k", "-1", "1.5", "none", "0x10", "²", "1 2"])
 def test_a_bound_that_cannot_be_read_is_an_error(text):
     with pytest.raises(SettingError, match=WIDTH_BOUND):
-        resolve("cpu", environ={WIDTH_BOUND: text})
+        under({WIDTH_BOUND: text}, "cpu")
 
 
 def test_a_bound_that_is_no_number_is_refused_before_anything_is_loaded(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from platformdirs import user_cache_path
 
 from mlx_experts.engine.dispatch import tuning_cache
 from mlx_experts.engine.dispatch.policy import TunedBound
@@ -83,13 +84,7 @@ def test_the_file_keeps_the_timings_and_other_devices(folder):
     assert [t["width"] for t in kept[tuning_cache.entry_key("cpu")]["timings"]] == [512, 1024]
 
 
-def test_the_folder_follows_the_platform(monkeypatch, tmp_path):
+def test_the_folder_is_the_users_cache_unless_a_variable_names_another(monkeypatch, folder):
+    assert tuning_cache.cache_file() == folder / "tune.json"
     monkeypatch.delenv(tuning_cache.CACHE_DIR)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setattr(tuning_cache.sys, "platform", "linux")
-    assert tuning_cache.cache_file() == tmp_path / "xdg" / "mlx-experts" / "tune.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert tuning_cache.cache_file() == tmp_path / ".cache" / "mlx-experts" / "tune.json"
-    monkeypatch.setattr(tuning_cache.sys, "platform", "darwin")
-    assert tuning_cache.cache_file() == tmp_path / "Library" / "Caches" / "mlx-experts" / "tune.json"
+    assert tuning_cache.cache_file() == user_cache_path("mlx-experts", appauthor=False) / "tune.json"
