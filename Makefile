@@ -1,6 +1,6 @@
 # Every target sets up .venv first; PYTHON chooses the interpreter, EXTRAS what is installed (cuda,dev for an
 # NVIDIA GPU), ARGS is passed on to pytest or to the demo.
-.PHONY: demo test lint types docs check clean
+.PHONY: demo test lint types docs check evidence hooks clean
 .DEFAULT_GOAL := demo
 
 PYTHON ?= python3
@@ -32,6 +32,16 @@ docs: $(STAMP)
 
 check: $(STAMP)
 	$(BIN)/registry check
+
+# What ran, on the present text of every family.
+evidence: $(STAMP)
+	$(BIN)/registry check --record tests/evidence/check.json
+	$(BIN)/registry parity --originals tests/cases --record tests/evidence/originals.json
+	$(BIN)/python tests/tooling/docs.py
+
+hooks: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit
+	$(BIN)/pre-commit install
 
 clean:
 	rm -rf $(VENV) build *.egg-info

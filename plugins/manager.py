@@ -20,6 +20,7 @@ import pluggy
 
 from mlx_experts.plugins import hookspecs, standard
 from mlx_experts.plugins.hookspecs import PROJECT, Override
+from mlx_experts.registry.errors import PluginError
 
 NARROW_VARIABLE = "MLX_EXPERTS_PLUGINS"
 
@@ -43,10 +44,6 @@ T = TypeVar("T")
 _LOADING = threading.RLock()
 
 
-class PluginProblem(Exception):
-    """A plugin cannot be used."""
-
-
 def _once(make: Callable[[], T]) -> Callable[[], T]:
     """``make``, called by the first thread that asks and waited for by the others."""
     made = functools.cache(make)
@@ -64,7 +61,7 @@ def manager() -> pluggy.PluginManager:
     """The plugin manager with the external plugins loaded, and none of the built-in components.
 
     Raises:
-        PluginProblem: a plugin cannot be imported, or the narrowing variable names an unknown one.
+        PluginError: a plugin cannot be imported, or the narrowing variable names an unknown one.
         SettingError: a variable of the environment cannot be read.
     """
     plugins = pluggy.PluginManager(PROJECT)
@@ -78,9 +75,11 @@ def manager() -> pluggy.PluginManager:
         try:
             plugins.register(points[name].load(), name=name)
         except (ImportError, AttributeError, pluggy.PluginValidationError) as error:
-            raise PluginProblem(
-                f"the plugin '{name}' ({points[name].value}) cannot be loaded: {error}; "
-                f"uninstall or repair it, or leave it out with {NARROW_VARIABLE}"
+            raise PluginError(
+                f"the plugin '{name}' cannot be loaded",
+                where=f"entry point {points[name].value}",
+                found=f"{type(error).__name__}: {error}",
+                hint=f"uninstall or repair it, or leave it out with {NARROW_VARIABLE}",
             ) from error
     return plugins
 
@@ -93,7 +92,7 @@ def _wanted(names: list[str], asked: tuple[str, ...] | None) -> list[str]:
         return []
     unknown = [name for name in wanted if name not in names]
     if unknown:
-        raise PluginProblem(
+        raise PluginError(
             f"{NARROW_VARIABLE} names a plugin that is not installed: {', '.join(unknown)}; "
             f"installed: {', '.join(names) or 'none'}"
         )
@@ -128,7 +127,7 @@ class Components:
                     overridden if replaces else {n: o for (k, n), o in self._owners.items() if k == kind}
                 )
                 if name in claimed and (replaces or name not in overridden):
-                    raise PluginProblem(
+                    raise PluginError(
                         f"the plugins '{claimed[name]}' and '{owner}' both offer the {kind} '{name}'; "
                         "rename one, or let one of them wrap its builder in Override"
                     )
@@ -143,12 +142,12 @@ class Components:
         """The builder of this kind and name.
 
         Raises:
-            PluginProblem: none offers it.
+            PluginError: none offers it.
         """
         offers = self._offers[kind]
         if name not in offers:
             near = difflib.get_close_matches(name, offers, n=1, cutoff=0.5)
-            raise PluginProblem(
+            raise PluginError(
                 f"no plugin offers the {kind} '{name}'; "
                 + (f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(offers)) or 'none'}")
             )

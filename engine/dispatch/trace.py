@@ -6,9 +6,8 @@ a lock and a dictionary update. Layers that the trace does not know have never b
 
 from __future__ import annotations
 
-import json
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 Path = Literal["fused", "gather"]
@@ -101,9 +100,13 @@ class Trace:
             and reason in (None, row.reason)
         )
 
-    def to_json(self) -> str:
-        """The lines as a JSON array of objects with the fields of ``TraceRow``."""
-        return json.dumps([asdict(row) for row in self.snapshot()])
+    def __str__(self) -> str:
+        """The table for people, one line for each path, rows and reason."""
+        lines = (
+            f"{row.path:<10} {row.rows:>7} rows {row.count:>8} calls  {row.layer}  {row.reason} {row.note}"
+            for row in self.table()
+        )
+        return "\n".join(line.rstrip() for line in lines) or "no expert has been called"
 
     def table(self) -> list[TraceRow]:
         """The lines for people: layers merged, ``layer`` saying how many a line stands for."""

@@ -242,11 +242,6 @@ def _suspects(folder: Path, error: BaseException) -> list[Path]:
     return present or [folder]
 
 
-def load_model_for_check(path: str) -> LanguageModel:
-    """The model of a checkpoint folder, for scripts that compare loaders."""
-    return load_model(path)[0]
-
-
 class _Written(nn.Module):
     """A model as mlx-lm's writer sees it: its modules, and tensors under the names on disk."""
 

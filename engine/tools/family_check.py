@@ -27,7 +27,6 @@ from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.weights.audit import check_account
 from mlx_experts.engine.weights.quantization import Format
-from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.checkpoint.size_limits import matrices
 from mlx_experts.registry.errors import DeviceError, RegistryError, SpecError
 from mlx_experts.registry.resolve.planner import resolve
@@ -144,7 +143,7 @@ class _Steps:
             self.report.lacks = self.report.reason = f"needs {error.expected}"
             self.report.steps.append(Step(name, True, self.report.lacks))
             return None
-        except (RegistryError, PluginProblem, AssertionError) as error:
+        except (RegistryError, AssertionError) as error:
             self.report.steps.append(Step(name, False, str(error)))
             return None
         self.report.steps.append(Step(name, True, result if isinstance(result, str) else ""))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -33,8 +33,9 @@ from mlx_experts.engine.weights.quantization import Reader, quantize_modules, se
 from mlx_experts.engine.weights.reader import placeholder, stored_dtypes
 from mlx_experts.registry.catalog.catalog import names_of
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+from mlx_experts.registry.checkpoint.hub import local_folder, remote_checkpoint
 from mlx_experts.registry.checkpoint.size_limits import check_sizes
-from mlx_experts.registry.errors import QuantizationError, TensorError
+from mlx_experts.registry.errors import QuantizationError, SettingError, TensorError
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.spec.family import Family
 
@@ -47,6 +48,7 @@ class Inspection:
 
     Args:
         family: name of the family, and ``why`` it was chosen.
+        where, files, parts: the checkpoint, how many files it has, and what it is read from, in words.
         layers: how many layers of each kind, in words.
         claimed, unclaimed, missing, misshapen: tensors by pattern, with counts.
         problems: layouts or quantisation that cannot be read.
@@ -61,6 +63,7 @@ class Inspection:
     why: str
     where: str
     files: int
+    parts: str = ""
     layers: dict[str, int] = field(default_factory=dict)
     claimed: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -129,6 +132,7 @@ def inspect_checkpoint(
         _why(chosen, config) if entry else "named",
         checkpoint.where,
         len(checkpoint.files),
+        checkpoint.parts,
         notices=list(checkpoint.notices),
         context=context,
         machine_bytes=machine_memory(),
@@ -144,6 +148,39 @@ def inspect_checkpoint(
         result.cache_bytes = _cache_bytes(model, context)
         result.paths = _paths(model)
     return result
+
+
+def inspect(
+    path_or_repo: str | Path,
+    *,
+    context: int = 4096,
+    revision: str | None = None,
+    families: Iterable[str | Path] = (),
+    family: str | None = None,
+    dtype: str | None = None,
+) -> Inspection:
+    """What a checkpoint would become, from its config.json and the headers of its tensor files alone.
+
+    Args:
+        path_or_repo: a folder, or the id of a repository on the hub, which is read by ranges.
+        context: tokens to size the cache for.
+        revision: branch, tag or commit of a repository.
+        families: further folders with family files.
+        family: use this family whatever the config says.
+        dtype: compute dtype, as in :func:`mlx_experts.load`.
+
+    Raises:
+        RegistryError: no family fits, a file cannot be read, or the config holds a value that cannot be.
+    """
+    if context < 1:
+        raise SettingError("the context must have at least one token", found=str(context))
+    folders = tuple(Path(folder) for folder in families)
+    forced = catalog(*folders).load(family) if family is not None else None
+    folder = local_folder(str(path_or_repo))
+    opened = (
+        Checkpoint.open(folder, complete=False) if folder else remote_checkpoint(str(path_or_repo), revision)
+    )
+    return inspect_checkpoint(opened, context=context, families=folders, dtype=dtype, family=forced)
 
 
 def _why(family: Family, config: Mapping[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""Our own odd components, filling the same hooks as anybody's plugin. One module, one piece."""
+"""The odd pieces of our own, which fill the same hooks as anybody's plugin. One module, one piece.
+
+A builtin plugin imports engine.layers, engine.weights and engine.models; nothing imports it but the manager.
+"""
 
 COMPONENTS: dict[str, tuple[str, str]] = {
     "block_sparse": ("mixer", "block_sparse"),

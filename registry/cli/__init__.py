@@ -16,7 +16,6 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.cli import (
     bench,
     check,
@@ -85,9 +84,6 @@ def run(arguments: list[str]) -> int:
     except RegistryError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except PluginProblem as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
     except TyperException as error:
         # Without any argument the help has been printed and the message is empty.
         if error.format_message():

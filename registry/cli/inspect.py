@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_experts.registry.cli.common import Families, Json, console, open_catalog, print_json, print_table
-from mlx_experts.registry.errors import SettingError
+from mlx_experts.registry.cli.common import Families, Json, console, print_json, print_table
 
 if TYPE_CHECKING:
     from mlx_experts.engine.tools.inspect import Inspection
@@ -27,27 +25,15 @@ def inspect(
 
     Example: registry inspect path/to/model --context 32768
     """
-    if context < 1:
-        raise SettingError("--context must be at least 1", found=str(context))
-    catalog = open_catalog(families)
-    forced = catalog.load(family) if family is not None else None
-    from mlx_experts.engine.tools.inspect import inspect_checkpoint
-    from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
-    from mlx_experts.registry.checkpoint.hub import local_folder, remote_checkpoint
+    from mlx_experts.engine.tools.inspect import inspect as inspect_path
 
-    folder = local_folder(checkpoint)
-    opened = Checkpoint.open(folder, complete=False) if folder else remote_checkpoint(checkpoint, revision)
-    result = inspect_checkpoint(
-        opened,
-        context=context,
-        families=tuple(Path(f) for f in families or ()),
-        dtype=dtype,
-        family=forced,
+    result = inspect_path(
+        checkpoint, context=context, revision=revision, families=families or (), family=family, dtype=dtype
     )
     if json:
         print_json(result.to_dict())
     else:
-        _print(result, opened.parts)
+        _print(result)
     if not result.loadable:
         raise typer.Exit(1)
 
@@ -67,7 +53,7 @@ def _count(count: int) -> str:
     return str(count)
 
 
-def _print(r: Inspection, parts: str) -> None:
+def _print(r: Inspection) -> None:
     out = console()
     out.print(f"[bold]{r.family}[/bold] because {r.why}; {r.files} file(s) at {r.where}")
     print_table("layers", ("count", "kind"), [(n, kind) for kind, n in r.layers.items()])
@@ -88,7 +74,7 @@ def _print(r: Inspection, parts: str) -> None:
         )
     for notice in r.notices:
         out.print(f"note: {notice}")
-    out.print("loads" if r.loadable else f"[bold]does not load[/bold]: {parts} do not fit")
+    out.print("loads" if r.loadable else f"[bold]does not load[/bold]: {r.parts} do not fit")
 
 
 def _print_sizes(r: Inspection) -> None:

@@ -9,13 +9,15 @@ import pytest
 import mlx_experts
 
 PUBLIC = [
+    "__version__",
     "adopt",
     "batch_generate",
+    "errors",
     "generate",
     "get_model_classes",
+    "inspect",
     "load",
     "load_model",
-    "load_model_for_check",
     "save_model",
     "stream_generate",
     "trace",

@@ -15,8 +15,9 @@ import pytest
 from mlx_experts.engine.kernels import activations
 from mlx_experts.plugins import hookspecs
 from mlx_experts.plugins.hookspecs import Override, hookimpl
-from mlx_experts.plugins.manager import KINDS, Components, PluginProblem, components, registered
+from mlx_experts.plugins.manager import KINDS, Components, components, registered
 from mlx_experts.registry.checks.known_names import ACTIVATIONS, CONFIG_NAMES
+from mlx_experts.registry.errors import PluginError
 
 ROOT = Path(__file__).parent.parent.parent
 HOOKS = [
@@ -53,7 +54,7 @@ def test_every_offer_is_found_under_its_name(hook: str) -> None:
 
 @pytest.mark.parametrize("hook", sorted(KINDS.values()))
 def test_two_plugins_with_one_name_are_an_error_naming_both(hook: str) -> None:
-    with pytest.raises(PluginProblem, match=r"'(one|two)' and '(one|two)' both offer the .* 'thing'"):
+    with pytest.raises(PluginError, match=r"'(one|two)' and '(one|two)' both offer the .* 'thing'"):
         collect(one=plugin(hook, {"thing": 1}), two=plugin(hook, {"thing": 2}))
 
 
@@ -68,7 +69,7 @@ def test_an_override_wins_in_either_order(first: str) -> None:
 
 
 def test_two_overrides_of_one_name_are_an_error() -> None:
-    with pytest.raises(PluginProblem, match="both offer"):
+    with pytest.raises(PluginError, match="both offer"):
         collect(
             one=plugin("register_mixers", {"thing": 1}),
             two=plugin("register_mixers", {"thing": Override(2)}),
@@ -98,7 +99,7 @@ def test_threads_that_ask_first_at_once_get_the_same_pieces() -> None:
 
 
 def test_unknown_piece_names_the_nearest() -> None:
-    with pytest.raises(PluginProblem, match="did you mean 'sparsemixer'"):
+    with pytest.raises(PluginError, match="did you mean 'sparsemixer'"):
         components().selection("sparsemixr")
 
 

@@ -25,9 +25,8 @@ from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
-from mlx_experts.plugins.manager import PluginProblem
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
-from mlx_experts.registry.errors import ConfigError, DeviceError, SpecError, TensorError
+from mlx_experts.registry.errors import ConfigError, DeviceError, PluginError, SpecError, TensorError
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
@@ -187,7 +186,7 @@ def test_a_block_of_another_class_than_the_file_says_is_refused() -> None:
 def test_a_cache_that_no_plugin_offers_is_refused() -> None:
     family, config = tiny("deepseek_v41")
     other = family.backbone.model_copy(update={"cache": "compressed_group"})
-    with pytest.raises(PluginProblem, match="did you mean 'compressed_groups'"):
+    with pytest.raises(PluginError, match="did you mean 'compressed_groups'"):
         build(ModelArgs(resolve(family.model_copy(update={"backbone": other}), config), config))
 
 
