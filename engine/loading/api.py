@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_tokenizer, save_config
 from mlx_lm.utils import save_model as save_mlx_lm_model
@@ -56,7 +56,8 @@ def load_model(
         path_or_hf_repo: a checkpoint folder, or a repository id.
         lazy: leave the arrays unevaluated.
         fused: True or False to force or forbid the fused path; None for the policy.
-        dtype: compute dtype; None for float32 on the CPU and the checkpoint's own elsewhere.
+        dtype: compute dtype, `stored` for the checkpoint's own; None for float32 on the CPU and the
+            checkpoint's own elsewhere.
         model_config: entries that replace those of config.json.
         families: further folders with family files.
         family: use this family, or the one of this name, whatever the config says.
@@ -255,6 +256,19 @@ class _Written(nn.Module):
     def leaf_modules(self) -> Any:
         return self._model.leaf_modules()
 
+    def update(self, parameters: Any, strict: bool = True) -> nn.Module:
+        """Let go of the model's arrays, which is all that the writer asks for."""
+        return self._model.update(tree_map(lambda _: mx.array([]), self._model.parameters()))
+
+
+def save_tensors(folder: Path, model: LanguageModel, *, donate_model: bool = False) -> None:
+    """Write a model's tensors and their index as this package and mlx-lm load them, and no config.
+
+    Args:
+        donate_model: let the model's arrays go while they are written; it is of no use afterwards.
+    """
+    save_mlx_lm_model(folder, _Written(model), donate_model=donate_model)
+
 
 def save_model(folder: str | Path, model: LanguageModel, config: Mapping[str, Any]) -> None:
     """Write a model as a checkpoint folder that this package and mlx-lm load.
@@ -272,7 +286,7 @@ def save_model(folder: str | Path, model: LanguageModel, config: Mapping[str, An
     path.mkdir(parents=True, exist_ok=True)
     # Nothing half-written stands under its own name, whatever interrupts.
     with TemporaryDirectory(prefix=".writing-", dir=path) as part:
-        save_mlx_lm_model(Path(part), _Written(model), donate_model=False)
+        save_tensors(Path(part), model)
         save_config(dict(config), config_path=Path(part) / "config.json")
         # What is lazy and not on disk in the same form would be read from files that go.
         mx.eval(model.parameters())

@@ -26,6 +26,8 @@ from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.spec.family import Family
 
 Progress = Callable[[int, int, str], None]
+# The word for the checkpoint's own dtype, whatever the device.
+STORED = "stored"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -65,8 +67,8 @@ def load_checkpoint(
         checkpoint: an opened checkpoint.
         lazy: leave the arrays unevaluated.
         fused: True or False to force or forbid the fused path; None for the policy.
-        dtype: compute dtype (`float32`, `float16`, `bfloat16`); None for float32 on the CPU, where MLX's
-            narrow products are many times slower, and the checkpoint's own elsewhere.
+        dtype: compute dtype (`float32`, `float16`, `bfloat16`, `stored` for the checkpoint's own); None for
+            float32 on the CPU, where MLX's narrow products are many times slower, and `stored` elsewhere.
         model_config: entries that replace those of config.json.
         families: further folders with family files.
         family: use this family, or the one of this name, whatever the config says.
@@ -140,8 +142,10 @@ def compute_dtype(dtype: str | None) -> str | None:
     Raises:
         SettingError: the dtype is not known.
     """
+    if dtype == STORED:
+        return None
     if dtype is not None and dtype not in _DTYPES:
-        raise SettingError("the dtype is not known", expected=", ".join(_DTYPES), found=str(dtype))
+        raise SettingError("the dtype is not known", expected=", ".join((*_DTYPES, STORED)), found=str(dtype))
     if dtype is None and mx.default_device().type == mx.DeviceType.cpu:
         return "float32"
     return dtype

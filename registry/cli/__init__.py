@@ -25,6 +25,7 @@ from mlx_experts.registry.cli import (
     inspect,
     list_,
     parity,
+    run_,
     schema,
     show,
     tune,
@@ -53,6 +54,7 @@ for name, module in (
     ("schema", schema.schema),
 ):
     app.command(name)(module)
+app.command("run", context_settings=run_.CONTEXT)(run_.run)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,180 @@
+"""Runs a command of mlx-lm with this package's loader in every place where it asks for a model."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm import utils
+
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.loading.checkpoint_loader import STORED
+from mlx_experts.engine.loading.doors import Doors, known_by, open_doors
+from mlx_experts.engine.loading.warm_up import warm_up
+from mlx_experts.registry.checkpoint.hub import resolve_path
+from mlx_experts.registry.errors import RegistryError, SettingError
+
+# Where mlx-lm keeps its commands, and the one that only calls the others.
+_FOLDERS = ("", "quant")
+_CALLER = "cli"
+# It loads in a thread of its own, whose end nobody would notice.
+_SERVER = "server"
+_MODELS = ("--model", "--draft-model")
+# What a tool may raise over its arguments, its data and its models.
+_FOREIGN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A command of mlx-lm.
+
+    Args:
+        name: the word by which ``mlx_lm`` knows it.
+        module: its module.
+    """
+
+    name: str
+    module: str
+
+
+def tools() -> dict[str, Tool]:
+    """Every command of the installed mlx-lm by its name: the modules that have a ``main``."""
+    root = Path(mlx_lm.__path__[0])
+    found = {}
+    for folder in _FOLDERS:
+        for path in sorted((root / folder).glob("*.py")):
+            if path.stem != _CALLER and not path.stem.startswith("_") and _has_main(path):
+                module = ".".join(filter(None, ("mlx_lm", folder, path.stem)))
+                found[path.stem] = Tool(path.stem, module)
+    return dict(sorted(found.items()))
+
+
+def _has_main(path: Path) -> bool:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in body)
+
+
+def run_tool(
+    name: str,
+    arguments: Sequence[str],
+    *,
+    tell: Callable[[str], None],
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Run a command of mlx-lm on this package's engine, in this process.
+
+    Args:
+        name: the command, such as ``server`` or ``lora``.
+        arguments: its own arguments.
+        tell: called with what a person should know, on the first rank alone.
+        options: options of :func:`~mlx_experts.load_model` for every model that it loads.
+
+    Raises:
+        SettingError: mlx-lm has no such command, or it stopped with an error of its own.
+        RegistryError: whatever is wrong with a checkpoint.
+        SystemExit: the command has read its arguments and left.
+    """
+    tool = _known(name)
+    settings = dict(options or {})
+    say = tell if mx.distributed.init().rank() == 0 else lambda text: None
+    doors = Doors(tell=say, options=settings)
+    trace.reset()
+    with open_doors(doors), _argv(tool, arguments):
+        module = _imported(tool)
+        if known_by(module, doors.save_model, utils.save) and "dtype" not in settings:
+            # What is written keeps the checkpoint's dtype, on a device that computes in another too.
+            settings["dtype"] = STORED
+        if tool.name == _SERVER:
+            doors.ready = lambda model: warm_up(model, say)
+            _look_at_models(doors, arguments)
+        say(f"mlx_lm.{tool.name} {version('mlx-lm')} runs on the engine of mlx-experts")
+        try:
+            module.main()
+        except RegistryError:
+            raise
+        except _FOREIGN as error:
+            raise _stopped(tool, error) from error
+        finally:
+            fused, gathered = trace.total("fused"), trace.total("gather")
+            if fused or gathered:
+                say(f"experts of mlx-experts: {fused} calls fused, {gathered} gathered")
+
+
+def _known(name: str) -> Tool:
+    found = tools()
+    if name not in found:
+        near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
+        raise SettingError(
+            f"mlx-lm {version('mlx-lm')} has no command '{name}'",
+            expected=", ".join(found),
+            hint=f"did you mean {near[0]}?" if near else "",
+        )
+    return found[name]
+
+
+def _imported(tool: Tool) -> Any:
+    try:
+        return importlib.import_module(tool.module)
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            f"mlx_lm.{tool.name} needs a package that is not installed",
+            where=tool.module,
+            expected=str(error.name),
+            hint=f"pip install {str(error.name).partition('.')[0].replace('_', '-')}",
+        ) from error
+
+
+@contextmanager
+def _argv(tool: Tool, arguments: Sequence[str]) -> Iterator[None]:
+    """The command line as the command's own parser reads it."""
+    before = sys.argv
+    sys.argv = [f"mlx-experts run {tool.name}", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _look_at_models(doors: Doors, arguments: Sequence[str]) -> None:
+    """Refuse, before anything starts, models that could not be loaded.
+
+    Raises:
+        RegistryError: what is wrong with one.
+    """
+    for i, argument in enumerate(arguments):
+        key, equals, value = argument.partition("=")
+        if key in _MODELS and (equals or i + 1 < len(arguments)):
+            doors.is_dense(resolve_path(value if equals else arguments[i + 1]), quiet=True)
+
+
+def _stopped(tool: Tool, error: BaseException) -> SettingError:
+    """What a command raised, with the line of its own that did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{Path('mlx_lm')}" in frame.filename] or frames
+    return SettingError(
+        f"mlx_lm.{tool.name} stopped",
+        where=f"{own[-1].filename}:{own[-1].lineno}",
+        found=f"{type(error).__name__}: {error}"[:500],
+    )

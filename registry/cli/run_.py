@@ -1,0 +1,45 @@
+"""`registry run`: a command of mlx-lm with this package's engine under it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mlx_experts.registry.cli.common import Families
+
+# Everything after the tool's name is the tool's own.
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def run(
+    context: typer.Context,
+    tool: Annotated[
+        str,
+        typer.Argument(help="A command of mlx-lm: server, generate, chat, lora, convert ...", metavar="TOOL"),
+    ],
+    fused: Annotated[
+        bool | None, typer.Option("--fused/--no-fused", help="Force or forbid the fused path.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Compute dtype: float32, float16, bfloat16 or stored.")
+    ] = None,
+    families: Families = None,
+    family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
+) -> None:
+    """Run a command of mlx-lm on this package's engine. What follows TOOL is the command's own.
+
+    Options of this command stand before TOOL. `mlx.launch` starts `python -m mlx_experts.run TOOL`.
+
+    Example: registry run server --model path/to/model --port 8080
+    """
+    from mlx_experts.engine.tools.mlx_lm_tools import run_tool
+
+    asked = {"fused": fused, "dtype": dtype, "family": family, "families": tuple(families or ())}
+    options = {key: value for key, value in asked.items() if value not in (None, ())}
+    run_tool(tool, context.args, tell=_tell, options=options)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
