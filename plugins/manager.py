@@ -10,9 +10,10 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,9 @@ _SETTINGS = "mlx_experts.registry.settings"
 T = TypeVar("T")
 # Held while plugins are loaded: components that two threads register at once are refused as registered twice.
 _LOADING = threading.RLock()
+# Files that add_plugin_file named, and whether it is too late to name another.
+_FILES: list[Path] = []
+_LOADED: list[bool] = []
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
@@ -64,6 +68,7 @@ def manager() -> pluggy.PluginManager:
         PluginError: a plugin cannot be imported, or the narrowing variable names an unknown one.
         SettingError: a variable of the environment cannot be read.
     """
+    _LOADED.append(True)
     plugins = pluggy.PluginManager(PROJECT)
     plugins.add_hookspecs(hookspecs)
     asked = importlib.import_module(_SETTINGS).read()
@@ -72,16 +77,80 @@ def manager() -> pluggy.PluginManager:
         plugins.enable_tracing()
     points = {p.name: p for p in importlib.metadata.entry_points(group=PROJECT)}
     for name in _wanted(list(points), asked.plugins):
-        try:
-            plugins.register(points[name].load(), name=name)
-        except (ImportError, AttributeError, pluggy.PluginValidationError) as error:
-            raise PluginError(
-                f"the plugin '{name}' cannot be loaded",
-                where=f"entry point {points[name].value}",
-                found=f"{type(error).__name__}: {error}",
-                hint=f"uninstall or repair it, or leave it out with {NARROW_VARIABLE}",
-            ) from error
+        _register(plugins, points[name].load, name, f"entry point {points[name].value}")
+    for path in _FILES:
+        _register(plugins, functools.partial(_import_file, path), path.stem, str(path))
     return plugins
+
+
+def _register(plugins: pluggy.PluginManager, load: Callable[[], Any], name: str, where: str) -> None:
+    """Import one plugin and take its hooks.
+
+    Raises:
+        PluginError: it cannot be imported, fills a hook that does not exist, or asks for unknown arguments.
+    """
+    hint = f"repair it, uninstall it, or leave it out with {NARROW_VARIABLE}"
+    try:
+        plugins.register(load(), name=name)
+    except Exception as error:
+        raise PluginError(
+            f"the plugin '{name}' cannot be loaded",
+            where=where,
+            found=f"{type(error).__name__}: {error}",
+            hint=hint,
+        ) from error
+    known = [each for each in dir(hookspecs) if each.startswith(("add_", "register_"))]
+    for caller in plugins.get_hookcallers(plugins.get_plugin(name)) or ():
+        if caller.has_spec():
+            continue
+        near = difflib.get_close_matches(caller.name, known, n=1, cutoff=0.5)
+        raise PluginError(
+            f"the plugin '{name}' fills a hook that does not exist",
+            where=where,
+            expected=", ".join(known),
+            found=caller.name,
+            hint=f"did you mean '{near[0]}'?" if near else "docs/hooks.md lists the hooks",
+        )
+
+
+def _import_file(path: Path) -> Any:
+    """A plugin's module from a file, which need not lie on the path that Python searches."""
+    spec = importlib.util.spec_from_file_location(f"mlx_experts_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def add_plugin_file(path: Path) -> None:
+    """Load a plugin from a Python file in this process; before anything asks for plugins.
+
+    Raises:
+        PluginError: there is no such file, or plugins have been loaded already.
+    """
+    if not path.is_file():
+        raise PluginError("a plugin's file does not exist", where=str(path), expected="a Python file")
+    with _LOADING:
+        if _LOADED:
+            raise PluginError("plugins have been loaded already", where=str(path), hint="name it earlier")
+        if path not in _FILES:
+            _FILES.append(path)
+
+
+def plugins_in_use() -> list[dict[str, str]]:
+    """Every plugin that is loaded but the built-in ones: its name, its module and the hooks that it fills."""
+    loaded = manager()
+    return [
+        {
+            "plugin": name,
+            "module": getattr(plugin, "__name__", type(plugin).__name__),
+            "hooks": ", ".join(caller.name for caller in loaded.get_hookcallers(plugin) or ()),
+        }
+        for name, plugin in loaded.list_name_plugin()
+        if plugin is not None and not name.startswith("builtin.")
+    ]
 
 
 def _wanted(names: list[str], asked: tuple[str, ...] | None) -> list[str]:
@@ -104,6 +173,30 @@ def family_folders() -> list[Path]:
     return [Path(folder) for folders in manager().hook.add_families() for folder in folders]
 
 
+def _called(implementation: Any, kind: str, owner: str) -> dict[str, Any]:
+    """What one plugin registers of a kind.
+
+    Raises:
+        PluginError: it raises, or returns no mapping.
+    """
+    try:
+        found = implementation.function()
+    except Exception as error:
+        raise PluginError(
+            f"the plugin '{owner}' cannot register what it has of the kind {kind}",
+            where=KINDS[kind],
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    if not isinstance(found, Mapping):
+        raise PluginError(
+            f"the plugin '{owner}' returns no mapping from names",
+            where=KINDS[kind],
+            expected="a mapping from names to builders",
+            found=type(found).__name__,
+        )
+    return dict(found)
+
+
 class Components:
     """Everything that plugins and the built-in modules offer, by kind and name.
 
@@ -121,7 +214,7 @@ class Components:
         overridden: dict[str, str] = {}
         for implementation in getattr(plugins.hook, hook).get_hookimpls():
             owner = implementation.plugin_name
-            for name, builder in implementation.function().items():
+            for name, builder in _called(implementation, kind, owner).items():
                 replaces = isinstance(builder, Override)
                 claimed = (
                     overridden if replaces else {n: o for (k, n), o in self._owners.items() if k == kind}

@@ -60,10 +60,10 @@ def test_every_environment_variable_is_listed() -> None:
 
 
 def test_no_module_probes_or_swallows() -> None:
-    """No `hasattr`, and no broad `except` beyond the command line's outermost frame.
+    """No `hasattr`, and no broad `except` but where strangers' code is called.
 
-    The tokenizers library panics past ``Exception``, with a class that cannot be imported; others
-    are raised again.
+    What a plugin raises while it is imported or asked is told as the plugin's. The tokenizers library panics
+    past ``Exception``, with a class that cannot be imported. The command line's outermost frame reports bugs.
     """
     broad = []
     for path in MODULES:
@@ -71,7 +71,13 @@ def test_no_module_probes_or_swallows() -> None:
         assert "hasattr(" not in text, path
         at = str(path.relative_to(ROOT))
         broad += [at for _ in re.findall(r"^\s*except(?:[ (].*\b(?:Base)?Exception\b.*)?:", text, re.M)]
-    assert broad == ["engine/loading/api.py", "engine/loading/api.py", "registry/cli/__init__.py"]
+    assert broad == [
+        "engine/loading/api.py",
+        "engine/loading/api.py",
+        "plugins/manager.py",
+        "plugins/manager.py",
+        "registry/cli/__init__.py",
+    ]
 
 
 def test_carried_cases_stay_small() -> None:

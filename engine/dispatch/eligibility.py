@@ -1,4 +1,4 @@
-"""May the fused kernel take this call? Pure functions of request, so they are tested without a device.
+"""May the fused kernel take this call? Pure functions of a request, so they are tested without a device.
 
 A gate is a list of rules; the first that objects decides. A rule returns a Decline or None, and what no rule
 knows is declined, so a format of a later MLX release goes to the gather path. What each device takes is one

@@ -86,7 +86,7 @@ class _Decided(NamedTuple):
 def _shared(
     request: KernelRequest, asked: Policy, beside: Beside, dtype: mx.Dtype
 ) -> expert_weights.SharedExpertWeights | Decline:
-    """The shared expert for the kernel that takes these request, or why it is added apart."""
+    """The shared expert for the kernel that takes this request, or why it is added apart."""
     packed = expert_weights.read_shared(beside.parts, beside.activation, beside.gate)
     read = (
         None if packed is None else expert_weights.shared_request(packed, dtype=dtype, device=request.device)

@@ -1,4 +1,4 @@
-"""Tries a fused kernel once against gathered products before it is verify_kernel.
+"""Tries a fused kernel once against gathered products before it is trusted.
 
 A driver or a chip that nobody has tried may compute nonsense. Each kind of layer is tried on its own weights
 with random tokens, so that the kernel that will run is the one that was compared.

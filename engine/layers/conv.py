@@ -1,4 +1,4 @@
-"""Short causal convolutions over a sequence that arrives in components.
+"""Short causal convolutions over a sequence that arrives in pieces.
 
 Legend: B batch, L tokens, C channels, K kernel width.
 """

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, overload
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub.errors import StrictDataclassError
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_tokenizer, save_config
 from mlx_lm.utils import save_model as save_mlx_lm_model
 from tokenizers import Tokenizer
+from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.utils import logging as transformers_logging
 
 from mlx_experts.engine.loading.checkpoint_loader import LoadReport, Progress, load_checkpoint
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.checkpoint.hub import resolve_path
+from mlx_experts.registry.checkpoint.other_formats import other_format
 from mlx_experts.registry.checkpoint.safetensors_header import read_header
 from mlx_experts.registry.checkpoint.shard_index import INDEX_NAME, listed
 from mlx_experts.registry.checkpoint.strict_json import parse_object
@@ -95,7 +100,7 @@ def load_with_report(
     path_or_hf_repo: str | Path, *, revision: str | None = None, **options: Any
 ) -> tuple[LanguageModel, dict[str, Any], LoadReport]:
     """As :func:`load_model`, with the report of what the load did."""
-    folder = resolve_path(str(path_or_hf_repo), revision)
+    folder = resolve_path(path_or_hf_repo, revision)
     return load_checkpoint(Checkpoint.open(folder), **options)
 
 
@@ -147,7 +152,7 @@ def load(
     """
     if trust_remote_code:
         raise SettingError("code that a checkpoint carries is never run", found="trust_remote_code=True")
-    folder = resolve_path(str(path_or_hf_repo), revision)
+    folder = resolve_path(path_or_hf_repo, revision)
     model, config, report = load_checkpoint(Checkpoint.open(folder), **options)
     _tell(report, path_or_hf_repo)
     if adapter_path is not None:
@@ -163,6 +168,18 @@ def put_adapters(model: LanguageModel, folder: Path) -> None:
         CheckpointError: the folder is not one of adapters, or they are not complete or not for this model.
     """
     file = folder / "adapters.safetensors"
+    if not file.is_file():
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        other = other_format(names)
+        raise CheckpointError(
+            "this is no folder of adapters"
+            if other is None
+            else f"the adapter that was given is {other.what}",
+            where=str(folder),
+            expected="adapters.safetensors and adapter_config.json, as mlx_lm.lora writes them",
+            found="no such folder" if not folder.is_dir() else listed(sorted(names)) or "an empty folder",
+            hint="" if other is None else other.hint,
+        )
     stored = read_header(file).tensors
     try:
         load_adapters(model, str(folder))
@@ -202,18 +219,51 @@ def read_tokenizer(
             raise CheckpointError("the checkpoint holds what is no file", where=str(path), expected="a file")
     settings = {**(extra or {}), "trust_remote_code": False}
     try:
-        tokenizer = load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
+        with _quiet_transformers():
+            tokenizer = load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
         # Some faults of the files show in use only.
         tokenizer.decode(tokenizer.encode("a"))
         return tokenizer
     except BaseException as error:
         if not _of_the_files(error):
             raise
+        suspects = _suspects(folder, error)
+        refused = _refused_config(folder, config) if len(suspects) != 1 else None
+        if refused is not None:
+            raise CheckpointError(
+                "transformers refuses config.json, which it reads before the tokenizer",
+                where=str(folder / "config.json"),
+                found=refused,
+                hint="correct the keys that it names; the tokenizer's files may be sound",
+            ) from error
         raise CheckpointError(
             "the tokenizer cannot be read",
-            where=", ".join(map(str, _suspects(folder, error))),
+            where=", ".join(map(str, suspects)),
             found=f"{type(error).__name__}: {error}"[:300],
         ) from error
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without what transformers logs of a config that only the tokenizer is looked up by."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def _refused_config(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """What transformers says of a config.json of a type that it knows, where it refuses it; or None."""
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    try:
+        with _quiet_transformers():
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    return None
 
 
 def _of_the_files(error: BaseException) -> bool:

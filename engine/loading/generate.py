@@ -53,21 +53,26 @@ def stream_generate(
 
 
 def batch_generate(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[Ids], *arguments: Any, **options: Any
+    model: nn.Module, tokenizer: Any, prompts: Sequence[str | Ids], *arguments: Any, **options: Any
 ) -> BatchResponse:
     """Generate answers to several prompts at once, as ``mlx_lm.batch_generate`` does.
 
     Args:
-        prompts: the token ids of each.
+        prompts: the text or the token ids of each; text is encoded as `generate` encodes it.
         arguments, options: further ones of ``mlx_lm.batch_generate``.
 
     Raises:
         SettingError: mlx-lm has no batches for the caches of this model.
         SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
-    _check(model, prompts, options)
+    if isinstance(prompts, str):
+        raise SettingError(
+            "one text is no list of prompts", expected="a list of texts or of token ids", found=prompts[:60]
+        )
+    rows = [_encoded(tokenizer, p) if isinstance(p, str) else p for p in prompts]
+    _check(model, rows, options)
     try:
-        return _batch(model, tokenizer, prompts, *arguments, **options)
+        return _batch(model, tokenizer, rows, *arguments, **options)
     except ValueError as error:
         if "support batching" not in str(error):
             raise
@@ -76,6 +81,13 @@ def batch_generate(
             found=str(error),
             hint="generate the answers one by one",
         ) from error
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text, without a second beginning-of-text where it has one, as mlx-lm encodes prompts."""
+    has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_start)
+    return ids
 
 
 def _check(model: nn.Module, prompts: Iterable[str | Ids], options: dict[str, Any]) -> None:

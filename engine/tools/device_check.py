@@ -1,4 +1,4 @@
-"""Says in one paragraph whether this machine's fused kernels may be verify_kernel, by running them."""
+"""Says in one paragraph whether this machine's fused kernels may be trusted, by running them."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def _ids(model: LanguageModel, length: int, rows: int = 1) -> mx.array:
 
 
 def _decodes(model: LanguageModel) -> str:
-    """Cached decoding, and prefill in two components, give the logits of the uncached model."""
+    """Cached decoding, and prefill in two pieces, give the logits of the uncached model."""
     ids = _ids(model, PROMPT + STEPS)
     whole = model(ids)
     assert mx.isfinite(whole).all().item(), "the logits are not finite"

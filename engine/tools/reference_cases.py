@@ -77,7 +77,7 @@ class Measured:
         full: the uncached prompt.
         decode: prefill and cached greedy steps, of all rows together and of each row alone, whose experts
             and router run fused.
-        split: a prefill in two components.
+        split: a prefill in two pieces.
         tokens: whether the greedy tokens are equal, both ways.
     """
 
@@ -119,11 +119,11 @@ def measure(model: Any, oracle: Path) -> Measured:
     together = _decoded(model, ids, tokens)
     alone = np.concatenate([_decoded(model, ids[i : i + 1], tokens[i : i + 1]) for i in range(len(tokens))])
     cache, cut = make_prompt_cache(model), ids.shape[1] - 5
-    components = [_logits(model, part, cache) for part in (ids[:, :cut], ids[:, cut:])]
+    pieces = [_logits(model, part, cache) for part in (ids[:, :cut], ids[:, cut:])]
     return Measured(
         full=_distance(_logits(model, ids), want),
         decode=max(_distance(together, steps), _distance(alone, steps)),
-        split=_distance(np.concatenate(components, 1), want),
+        split=_distance(np.concatenate(pieces, 1), want),
         tokens=all(bool((each.argmax(-1) == tokens).all()) for each in (together, alone)),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_experts.registry.checkpoint.other_formats import other_format
 from mlx_experts.registry.checkpoint.safetensors_header import Header, TensorInfo, read_header
 from mlx_experts.registry.checkpoint.shard_index import Source, listed, read_shards
 from mlx_experts.registry.checkpoint.strict_json import kind_of, parse_object, short
@@ -144,11 +145,14 @@ def read_config(source: Source) -> tuple[dict[str, Any], list[str]]:
     """
     names = source.names()
     if CONFIG_NAME not in names:
+        other = other_format(names)
         raise CheckpointError(
-            "The checkpoint has no config.json.",
+            "The checkpoint has no config.json." if other is None else f"This is {other.what}.",
             where=source.where(""),
-            expected=CONFIG_NAME,
-            hint="Give the folder that holds config.json and the tensor files.",
+            expected=f"a folder with {CONFIG_NAME} and *.safetensors",
+            hint="Give the folder that holds config.json and the tensor files."
+            if other is None
+            else other.hint,
         )
     config = parse_object(source.read(CONFIG_NAME), source.where(CONFIG_NAME), lenient=True)
     notices = [

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import cast
 
 from mlx_experts.registry.checkpoint.checkpoint import MAX_JSON_BYTES, Checkpoint
+from mlx_experts.registry.checkpoint.other_formats import other_file
 from mlx_experts.registry.checkpoint.safetensors_header import (
     LENGTH_BYTES,
     Header,
     header_length,
     parse_header,
 )
-from mlx_experts.registry.errors import CheckpointError
+from mlx_experts.registry.errors import CheckpointError, SettingError
 
 # Nothing that Python could run, nothing from a sub-folder (other formats of the same weights live there).
 _SMALL_FILES = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -55,15 +56,26 @@ def local_folder(path_or_repo: Path | str) -> Path | None:
     Raises:
         CheckpointError: it is a file, or a path to nothing.
     """
+    if not isinstance(path_or_repo, str | Path):
+        raise SettingError(
+            "a checkpoint is named by a folder or by the id of a repository",
+            expected="a string or a pathlib.Path",
+            found=f"{type(path_or_repo).__name__}: {path_or_repo!r}"[:80],
+        )
     path, text = Path(path_or_repo).expanduser(), str(path_or_repo)
+    if not text.strip():
+        raise SettingError(
+            "a checkpoint's name is empty", expected="a folder or a repository id", found=repr(text)
+        )
     if path.is_dir():
         return path
     if path.exists():
+        other = other_file(path.name)
         raise CheckpointError(
-            "A checkpoint is a folder, not a file.",
+            "A checkpoint is a folder, not a file." if other is None else f"This is {other.what}.",
             where=text,
             expected="the folder that holds config.json",
-            hint=f"Give {path.resolve().parent}",
+            hint=f"Give {path.resolve().parent}" if other is None else other.hint,
         )
     if "://" in text:
         raise CheckpointError(

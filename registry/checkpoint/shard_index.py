@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Protocol
 
+from mlx_experts.registry.checkpoint.other_formats import other_format
 from mlx_experts.registry.checkpoint.safetensors_header import Header, TensorInfo
 from mlx_experts.registry.checkpoint.strict_json import kind_of, parse_object, short
 from mlx_experts.registry.errors import CheckpointError, TensorError
@@ -154,14 +155,13 @@ def _without_index(source: Source, names: Collection[str]) -> Shards:
     files = files or [name for name in sorted(names) if fnmatchcase(name, "*.safetensors")]
     if not files:
         others = [name for name in sorted(names) if any(fnmatchcase(name, glob) for glob in _OTHER_WEIGHTS)]
+        other = other_format(names)
         raise CheckpointError(
-            "The checkpoint has no safetensors file.",
+            "The checkpoint has no safetensors file." if other is None else f"This is {other.what}.",
             where=source.where(""),
             expected=f"{INDEX_NAME} or *.safetensors",
             found=listed(others),
-            hint="Convert the checkpoint to safetensors."
-            if others
-            else "Check that the download is complete.",
+            hint="Check that the download is complete." if other is None else other.hint,
         )
     _check_numbering(files, source.where(""))
     tensors: dict[str, TensorInfo] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from mlx_experts.registry.errors import CheckpointError
@@ -13,6 +14,10 @@ MAX_DEPTH = 64
 _FLOAT_TAG = "__float__"
 # transformers 5 writes non-finite numbers this way so that its files stay strict JSON.
 _TAGGED_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+_COMMENT = re.compile(r"(?m)^\s*(//|#|/\*)|[,{\[]\s*//")
+_TRAILING_COMMA = re.compile(r",\s*[}\]]")
 
 
 class _Refused(ValueError):
@@ -82,7 +87,7 @@ def parse_object(raw: bytes, file: str, *, lenient: bool = False) -> dict[str, A
             where=file,
             expected="one JSON object",
             found=str(error) if raw.strip() else "an empty file",
-            hint="Download the file again, or repair it in an editor.",
+            hint=_how_to_repair(raw),
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(
@@ -94,6 +99,18 @@ def parse_object(raw: bytes, file: str, *, lenient: bool = False) -> dict[str, A
     if _is_too_deep(value):
         raise _too_deep(file)
     return value
+
+
+def _how_to_repair(raw: bytes) -> str:
+    """What to do with a text that is no JSON, by the habit that it shows."""
+    text = raw.decode("utf-8-sig", errors="replace")
+    if _COMMENT.search(text):
+        return "JSON has no comments: remove the lines that begin with // or #."
+    if _TRAILING_COMMA.search(text):
+        return "JSON has no comma before a closing bracket: remove it."
+    if text.lstrip().startswith(("<!DOCTYPE", "<html", "version https://git-lfs")):
+        return "This is a web page or a pointer and not the file: download the file itself."
+    return "Download the file again, or repair it in an editor."
 
 
 def _check_repeats(items: list[tuple[str, Any]], lenient: bool) -> None:

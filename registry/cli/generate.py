@@ -88,16 +88,16 @@ def generate(
             hint="its tensors hold NaN or infinity, or the compute dtype is too narrow: try --dtype float32",
         )
     counts.reset()
-    components: list[str] = []
+    texts: list[str] = []
     last: Any = None
     for last in stream_generate(
         loaded, tokenizer, tokens, max_tokens=max_tokens, sampler=make_sampler(temp, top_p)
     ):
-        components.append(last.text)
+        texts.append(last.text)
         if not json:
             print(last.text, end="", flush=True)
     if json:
-        print(json_module.dumps(_result("".join(components), last, counts), indent=2))
+        print(json_module.dumps(_result("".join(texts), last, counts), indent=2))
         return
     print()
     if last is not None:

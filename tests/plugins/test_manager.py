@@ -15,7 +15,7 @@ import pytest
 from mlx_experts.engine.kernels import activations
 from mlx_experts.plugins import hookspecs
 from mlx_experts.plugins.hookspecs import Override, hookimpl
-from mlx_experts.plugins.manager import KINDS, Components, components, registered
+from mlx_experts.plugins.manager import KINDS, Components, add_plugin_file, components, registered
 from mlx_experts.registry.checks.known_names import ACTIVATIONS, CONFIG_NAMES
 from mlx_experts.registry.errors import PluginError
 
@@ -121,3 +121,64 @@ def test_the_names_that_are_known_without_the_engine_are_those_that_are_register
 def test_the_activations_that_are_known_without_the_engine_are_those_that_it_has() -> None:
     assert set(ACTIVATIONS) == set(activations.names()) - registered("activation")
     assert set(CONFIG_NAMES.values()) <= set(ACTIVATIONS)
+
+
+PLUGIN_FILES = {
+    "misspelled hook": (
+        "from mlx_experts.plugins.hookspecs import hookimpl\n"
+        "@hookimpl\ndef register_mixer():\n    return {}\n",
+        ["fills a hook that does not exist", "did you mean 'register_mixers'?"],
+    ),
+    "raises at import": (
+        "raise RuntimeError('no such GPU')\n",
+        ["cannot be loaded", "RuntimeError: no such GPU"],
+    ),
+    "does not parse": ("def broken(:\n", ["cannot be loaded", "SyntaxError"]),
+    "unknown argument": (
+        "from mlx_experts.plugins.hookspecs import hookimpl\n"
+        "@hookimpl\ndef register_mixers(model):\n    return {}\n",
+        ["cannot be loaded", "model"],
+    ),
+    "raises when asked": (
+        "from mlx_experts.plugins.hookspecs import hookimpl\n"
+        "@hookimpl\ndef register_mixers():\n    raise KeyError('x')\n",
+        ["cannot register what it has", "KeyError"],
+    ),
+    "returns a list": (
+        "from mlx_experts.plugins.hookspecs import hookimpl\n"
+        "@hookimpl\ndef register_mixers():\n    return ['a']\n",
+        ["returns no mapping", "list"],
+    ),
+}
+FROM_A_FILE = """
+import sys
+from pathlib import Path
+from mlx_experts.errors import PluginError
+from mlx_experts.plugins.manager import add_plugin_file, components
+try:
+    add_plugin_file(Path(sys.argv[1]))
+    components()
+except PluginError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("fault", PLUGIN_FILES)
+def test_a_faulty_plugin_is_named_with_its_fault(fault: str, tmp_path: Path) -> None:
+    text, wanted = PLUGIN_FILES[fault]
+    path = tmp_path / "my_plugin.py"
+    path.write_text(text)
+    command = [sys.executable, "-c", FROM_A_FILE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert [part for part in ["'my_plugin'", *wanted] if part not in done.stdout] == []
+
+
+def test_a_plugin_file_that_is_not_there_or_comes_too_late_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="does not exist"):
+        add_plugin_file(tmp_path / "none.py")
+    (tmp_path / "late.py").touch()
+    components()
+    with pytest.raises(PluginError, match="loaded already"):
+        add_plugin_file(tmp_path / "late.py")

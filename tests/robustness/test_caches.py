@@ -36,15 +36,15 @@ def ids(model: Any, count: int, rows: int = 1) -> mx.array:
 @pytest.mark.report("CCH-01", "CCH-03")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_past_a_window_or_a_chunk_give_what_the_whole_gives(name: str, lab: Any) -> None:
-    """24 tokens over windows and chunks of at most 8: one by one, and in two components."""
+    """24 tokens over windows and chunks of at most 8: one by one, and in two pieces."""
     model, _ = lab.tiny(name)
     assert all(each <= 8 for each in bounds(model))
     tokens = ids(model, 24)
     want = np.array(model(tokens))
     for cuts in (range(1, 24), (9,)):
         cache = make_prompt_cache(model)
-        components = [model(part, cache=cache) for part in mx.split(tokens, list(cuts), axis=1)]
-        assert lab.distance(np.array(mx.concatenate(components, axis=1)), want) < 1e-4
+        pieces = [model(part, cache=cache) for part in mx.split(tokens, list(cuts), axis=1)]
+        assert lab.distance(np.array(mx.concatenate(pieces, axis=1)), want) < 1e-4
 
 
 @pytest.mark.report("CCH-03")

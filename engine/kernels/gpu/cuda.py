@@ -30,7 +30,7 @@ def unavailable() -> Decline | None:
 
 
 def launches(experts: ExpertWeights, request: KernelRequest, capability: tuple[int, int] | None) -> Pair:
-    """Launches A and B for these request; without a compute capability (of 8.0 or more), a warp a row."""
+    """Launches A and B for this request; without a compute capability (of 8.0 or more), a warp a row."""
     words = row_values(request) + is_weighed(request)
     if capability is not None and mma.takes_up(request):
         room = _SHARED.get(capability, _SHARED_LEAST) * 1024

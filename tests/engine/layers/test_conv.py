@@ -1,4 +1,4 @@
-"""Convolutions over a sequence that arrives in components."""
+"""Convolutions over a sequence that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_convolution_is_the_weighted_sum_of_the_last_inputs(conv: object) -> Non
 def test_pieces_give_what_the_whole_gives(conv: object, cut: int) -> None:
     x = mx.random.normal((2, 8, 6))
     cache = ArraysCache(1)
-    components = [causal_conv(conv, part, None, cache) for part in (x[:, :cut], x[:, cut:])]
-    assert mx.allclose(mx.concatenate(components, axis=1), causal_conv(conv, x, None, None), atol=1e-6)
+    pieces = [causal_conv(conv, part, None, cache) for part in (x[:, :cut], x[:, cut:])]
+    assert mx.allclose(mx.concatenate(pieces, axis=1), causal_conv(conv, x, None, None), atol=1e-6)
     assert mx.array_equal(cache[0], x[:, -3:])
 
 

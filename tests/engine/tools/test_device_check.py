@@ -1,4 +1,4 @@
-"""What a machine is told about its fused kernels: verify_kernel, wrong, or not tried."""
+"""What a machine is told about its fused kernels: trusted, wrong, or not tried."""
 
 from __future__ import annotations
 

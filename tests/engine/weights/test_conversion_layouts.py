@@ -79,8 +79,8 @@ def test_layers_that_share_projections_keep_caches_and_key_norms_of_their_own() 
     assert "model.layers.1.self_attn.key_layernorm.weight" in names
     cache = model.make_cache()
     assert len(cache) == len(model.layers)
-    components = mx.concatenate([model(IDS[:, :4], cache=cache), model(IDS[:, 4:], cache=cache)], axis=1)
-    assert mx.allclose(components, model(IDS), atol=1e-4).item()
+    pieces = mx.concatenate([model(IDS[:, :4], cache=cache), model(IDS[:, 4:], cache=cache)], axis=1)
+    assert mx.allclose(pieces, model(IDS), atol=1e-4).item()
 
 
 def test_full_precision_and_packed_experts_of_one_name_are_told_apart_when_shapes_agree() -> None:
