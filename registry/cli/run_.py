@@ -7,18 +7,20 @@ from typing import Annotated
 
 import typer
 
-from mlx_experts.registry.cli.common import Families
+from mlx_experts.registry.cli.common import Families, Json, print_json, print_table
 
 # Everything after the tool's name is the tool's own.
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+CONTEXT = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 
 def run(
     context: typer.Context,
     tool: Annotated[
-        str,
-        typer.Argument(help="A command of mlx-lm: server, generate, chat, lora, convert ...", metavar="TOOL"),
-    ],
+        str | None,
+        typer.Argument(
+            help="A command of mlx-lm, such as server; without one, all are listed.", metavar="TOOL"
+        ),
+    ] = None,
     fused: Annotated[
         bool | None, typer.Option("--fused/--no-fused", help="Force or forbid the fused path.")
     ] = None,
@@ -27,6 +29,7 @@ def run(
     ] = None,
     families: Families = None,
     family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
+    json: Json = False,
 ) -> None:
     """Run a command of mlx-lm on this package's engine. What follows TOOL is the command's own.
 
@@ -34,8 +37,15 @@ def run(
 
     Example: registry run server --model path/to/model --port 8080
     """
-    from mlx_experts.engine.tools.mlx_lm_tools import run_tool
+    from mlx_experts.engine.tools.mlx_lm_tools import run_tool, tools
 
+    if tool is None:
+        rows = [(each.name, each.module) for each in tools().values()]
+        if json:
+            print_json([{"name": name, "module": module} for name, module in rows])
+        else:
+            print_table("commands of mlx-lm", ("name", "module"), rows)
+        return
     asked = {"fused": fused, "dtype": dtype, "family": family, "families": tuple(families or ())}
     options = {key: value for key, value in asked.items() if value not in (None, ())}
     run_tool(tool, context.args, tell=_tell, options=options)
