@@ -81,22 +81,28 @@ def check(steps: RouterSteps) -> Decline | None:
     return None
 
 
-def launch(backend: Backend, steps: RouterSteps) -> Launch:
-    """The router's launch. Inputs ``logits`` (and ``bias``); outputs ``chosen``, ``share``."""
-    settings = defines(
+def router_settings(steps: RouterSteps, logit: str = "me_value(logits[i])") -> str:
+    """What ``router.h`` is told: the steps, and logit ``i`` as a C expression."""
+    return defines(
         {
             "E": steps.num_experts,
             "K": steps.top_k,
+            "LOGIT(i)": logit,
             "SCORE_KIND": _SCORES[steps.score],
             "BIAS": "me_value(bias[e])" if steps.bias else "0.0f",
             "GROUPS": steps.groups,
             "KEEP": steps.keep_groups,
             "GROUP_TOP2": int(steps.group_score == "top2_sum"),
             "NORMALISE": _NORMALISE[steps.normalise],
-            "EPS": f"{float(steps.eps)!r}f",
-            "SCALE": f"{float(steps.scale)!r}f",
+            "ROUTE_EPS": f"{float(steps.eps)!r}f",
+            "ROUTE_SCALE": f"{float(steps.scale)!r}f",
         }
     )
+
+
+def launch(backend: Backend, steps: RouterSteps) -> Launch:
+    """The router's launch. Inputs ``logits`` (and ``bias``); outputs ``chosen``, ``share``."""
+    settings = router_settings(steps)
     return Launch(
         label="router",
         inputs=("logits", "bias") if steps.bias else ("logits",),

@@ -2,7 +2,12 @@
 #define ME_INLINE __device__ __forceinline__
 #define ME_DEVICE
 #define ME_THREAD
+#define ME_GROUP
 #define ME_UNROLL _Pragma("unroll")
+#define ME_PRAGMA(words) _Pragma(#words)
+#define ME_UNROLL_BY(n) ME_PRAGMA(unroll n)
+// Memory of a whole thread group, which starts at a multiple of 16 bytes.
+#define ME_GROUP_ARRAY(T, name, n) __shared__ __align__(16) T name[n];
 
 typedef unsigned int me_uint;
 
@@ -17,10 +22,15 @@ ME_INLINE float me_half(me_uint v) { return __half2float(__ushort_as_half((unsig
 ME_INLINE float me_exp(float v) { return expf(v); }
 ME_INLINE float me_log(float v) { return logf(v); }
 ME_INLINE float me_sqrt(float v) { return sqrtf(v); }
+ME_INLINE float me_rsqrt(float v) { return rsqrtf(v); }
+ME_INLINE float me_cos(float v) { return cosf(v); }
+ME_INLINE float me_sin(float v) { return sinf(v); }
 ME_INLINE float me_tanh(float v) { return tanhf(v); }
 ME_INLINE float me_erf(float v) { return erff(v); }
 ME_INLINE float me_min(float a, float b) { return fminf(a, b); }
 ME_INLINE float me_max(float a, float b) { return fmaxf(a, b); }
+
+ME_INLINE void me_barrier() { __syncthreads(); }
 
 template <typename T> ME_INLINE float me_value(T v) { return static_cast<float>(v); }
 template <typename T> ME_INLINE void me_set(T* to, float v) { *to = static_cast<T>(v); }

@@ -2,7 +2,12 @@
 #define ME_INLINE inline
 #define ME_DEVICE device
 #define ME_THREAD thread
+#define ME_GROUP threadgroup
 #define ME_UNROLL _Pragma("clang loop unroll(full)")
+#define ME_PRAGMA(words) _Pragma(#words)
+#define ME_UNROLL_BY(n) ME_PRAGMA(clang loop unroll_count(n))
+// Memory of a whole thread group, which starts at a multiple of 16 bytes.
+#define ME_GROUP_ARRAY(T, name, n) alignas(16) threadgroup T name[n];
 
 typedef uint me_uint;
 
@@ -17,6 +22,11 @@ ME_INLINE float me_half(me_uint v) { return me_value(as_type<half>(ushort(v))); 
 ME_INLINE float me_exp(float v) { return metal::exp(v > 88.0f ? 88.0f : v); }
 ME_INLINE float me_log(float v) { return metal::log(v); }
 ME_INLINE float me_sqrt(float v) { return metal::sqrt(v); }
+ME_INLINE float me_rsqrt(float v) { return metal::precise::rsqrt(v); }
+// The fast forms lose the angle at positions in the thousands.
+ME_INLINE float me_cos(float v) { return metal::precise::cos(v); }
+ME_INLINE float me_sin(float v) { return metal::precise::sin(v); }
+ME_INLINE void me_barrier() { metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup); }
 // The fast form is NaN for large arguments.
 ME_INLINE float me_tanh(float v) { return metal::precise::tanh(v); }
 ME_INLINE float me_min(float a, float b) { return metal::min(a, b); }

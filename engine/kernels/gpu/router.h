@@ -6,7 +6,7 @@ float score[held], choice[held];
 float top = none;
 ME_UNROLL for (int i = 0; i < held; ++i) {
   const int e = i * 32 + lane;
-  score[i] = e < ME_E ? me_value(logits[e < ME_E ? e : 0]) : none;
+  score[i] = e < ME_E ? ME_LOGIT(e < ME_E ? e : 0) : none;
   top = me_max(top, score[i]);
 }
 #if ME_SCORE_KIND == 0
@@ -98,11 +98,11 @@ for (int n = 0; n < ME_K; ++n) {
   }
 }
 #if ME_NORMALISE == 1
-const float factor = ME_SCALE / (me_sum(part) + ME_EPS);
+const float factor = ME_ROUTE_SCALE / (me_sum(part) + ME_ROUTE_EPS);
 #elif ME_NORMALISE == 2
-const float factor = ME_SCALE / me_max(me_sum(part), ME_EPS);
+const float factor = ME_ROUTE_SCALE / me_max(me_sum(part), ME_ROUTE_EPS);
 #else
-const float factor = ME_SCALE;
+const float factor = ME_ROUTE_SCALE;
 #endif
 if (lane < ME_K) {
   chosen[lane] = expert;

@@ -32,6 +32,7 @@ CUDA_TYPES = {
     mx.float32: "float",
     mx.uint32: "uint32_t",
     mx.uint8: "uint8_t",
+    mx.int32: "int32_t",
 }
 _POINTER = re.compile(
     r"^\s*(const )?(?:(device|constant) )?(?:const )?(\w+)\* (\w+)(?: \[\[buffer\(\d+\)\]\])?$"
@@ -46,6 +47,9 @@ _ATTRIBUTE_VALUES = {
     "simdgroup_index_in_threadgroup": "uint(host::warp())",
     "threadgroup_position_in_grid": "uint3{uint(host::group), 0, 0}",
 }
+_GROUP_ARRAY = re.compile(r"^(#define ME_GROUP_ARRAY\(T, name, n\)).*$", re.M)
+_GROUP_SPACE = {"metal": "threadgroup", "cuda": ""}
+_POISON = "host::poison((void*)(uintptr_t)name, sizeof(name));"
 
 
 @contextlib.contextmanager
@@ -139,7 +143,10 @@ class HostDevice:
             RuntimeError: clang refused it; the message is clang's.
         """
         if self.kind == "cuda":
-            source = source.replace(text("tensor.cu"), "")
+            source = source.replace(text("tensor.cu"), "").replace(text("pieces/device.cu"), "")
+        source = _GROUP_ARRAY.sub(
+            rf"\1 alignas(16) static {_GROUP_SPACE[self.kind]} T name[n]; {_POISON}", source
+        )
         head = _SIGNATURE[self.kind].search(source)
         assert head is not None
         arguments, count = [], 0

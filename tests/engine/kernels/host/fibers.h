@@ -63,6 +63,11 @@ template <typename T> T from_lane(T v, int other) {
   return r;
 }
 
+// A group's memory starts without meaning: its first thread comes here before any other runs.
+inline void poison(void* p, size_t bytes) {
+  if (current == 0) std::memset(p, 0xFF, bytes);
+}
+
 inline float float_of(uint32_t bits) {
   float v;
   std::memcpy(&v, &bits, 4);

@@ -29,7 +29,12 @@ inline float sqrt(float v) { return std::sqrt(v); }
 inline float abs(float v) { return std::fabs(v); }
 inline float min(float a, float b) { return std::fmin(a, b); }
 inline float max(float a, float b) { return std::fmax(a, b); }
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+inline void threadgroup_barrier(mem_flags) { host::wait_group(); }
 namespace precise {
+inline float rsqrt(float v) { return 1.0f / std::sqrt(v); }
+inline float cos(float v) { return std::cos(v); }
+inline float sin(float v) { return std::sin(v); }
 inline float tanh(float v) { return std::tanh(v); }
 }
 }  // namespace metal

@@ -1,0 +1,84 @@
+"""Norm, router matrix and selection in one launch on CUDA, where the last block to finish selects.
+
+Metal orders what a launch writes only within a thread group, so the selection takes a second launch there.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_experts.engine.kernels.expert_weights import Stack
+from mlx_experts.engine.kernels.gpu.pieces import row_product
+from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
+from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct, Text
+from mlx_experts.engine.kernels.gpu.source import Backend, text
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.kernels.router_kernel import RouterSteps, router_settings
+from mlx_experts.engine.kernels.router_kernel import check as check_steps
+
+# MLX's CUDA build keeps arrays of up to 8 bytes where the host sees them: the counter gets four words.
+_COUNTER_WORDS = 4
+_FEWEST = 4
+
+
+def check(matrix: Stack, norm: Norm | None, steps: RouterSteps) -> Decline | None:
+    """Why the kernel leaves this router to plain MLX, or None."""
+    objection = check_steps(steps)
+    if objection is not None:
+        return objection
+    if matrix.projection.rows != steps.num_experts:
+        return Decline(
+            "rows", str(steps.num_experts), str(matrix.projection.rows), "Check the router's matrix."
+        )
+    return row_product.check(RowProduct(matrix.projection.cols, (Product(matrix),), norm))
+
+
+def build(
+    matrix: Stack,
+    norm: Norm | None,
+    steps: RouterSteps,
+    backend: Backend,
+    dtype: mx.Dtype,
+    *,
+    added: float | None = None,
+    logit: str = "v",
+) -> Piece:
+    """The launch for CUDA: outputs ``y0`` (float32 logits), ``normed``, ``chosen`` (uint32) and ``share``.
+
+    ``stream`` comes before ``normed`` where a branch is ``added``. ``chosen`` and ``share`` (float32) have at
+    least four values, of which the first ``top_k`` count. The counter belongs to this piece: two runs of one
+    piece at once, on two streams, are not allowed.
+
+    Args:
+        logit: what is done to a logit ``v``, as a C expression.
+    """
+    counter = mx.zeros((_COUNTER_WORDS,), dtype=mx.uint32)
+    mx.eval(counter)
+    asked = RowProduct(matrix.projection.cols, (Product(matrix),), norm, added)
+    how = row_product.cut(asked, "cuda")
+    more = Text(
+        inputs={"counter": counter} | ({"bias": None} if steps.bias else {}),
+        outputs={
+            "normed": (asked.width, dtype),
+            "chosen": (max(steps.top_k, _FEWEST), mx.uint32),
+            "share": (max(steps.top_k, _FEWEST), mx.float32),
+        },
+        header=f"ME_INLINE float me_logit(float v) {{ return {logit}; }}\n"
+        + router_settings(steps, "me_logit(me_fresh(y0 + (i)))"),
+        tail=normed_text(asked, how.warps) + text("pieces/select.cu") + "{\n" + text("router.h") + "}\n",
+    )
+    return row_product.build(asked, backend, "cuda", dtype, label="route", wide=True, how=how, more=more)
+
+
+def normed_text(asked: RowProduct, warps: int) -> str:
+    """Writes the normalised row, each group its share, for the experts that read it next."""
+    row = "me_value(x[i])"
+    if asked.added is not None:
+        row = f"({row} + {float(asked.added)!r}f * me_value(branch[i]))"
+    if asked.norm is not None and asked.norm.weight is not None:
+        row = f"{row} * (me_value(norm_w[i]) + {float(asked.norm.offset)!r}f)"
+    step = warps * 32
+    return (
+        f"for (int i = group * {step} + tid; i < ME_H; i += ME_BLOCKS * {step})\n"
+        f"me_set(normed + i, {row} * factor);\n"
+    )

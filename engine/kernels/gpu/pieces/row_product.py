@@ -1,0 +1,382 @@
+"""One launch for the products of a token's row with several matrices, and for what stands around them.
+
+Before: a sum of two rows, a gate, an RMS norm. After: biases, a clamp, a residual, and for queries and keys
+the norm and the rotation of each head. Sums are float32 and every output is rounded once.
+Legend: H width of the row, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from mlx_experts.engine.kernels.expert_weights import Stack
+from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.gpu.pieces.piece import Piece, bounded, device_text
+from mlx_experts.engine.kernels.gpu.source import (
+    Backend,
+    Launch,
+    array_names,
+    bias_text,
+    defines,
+    format_number,
+    text,
+)
+from mlx_experts.engine.kernels.request import Decline, Device
+
+# Values of the row that a group holds at once. An Apple GPU's core has 32 KiB of such memory for all groups.
+_SEGMENT: dict[Device, int] = {"cuda": 4096, "metal": 2048}
+# Blocks that fill an H200, whose 132 multiprocessors hold several each.
+_ENOUGH_GROUPS = 120
+_GATES = {"sigmoid": "1.0f / (1.0f + me_exp(-v))", "softplus": "me_softplus(v)"}
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMS norm: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, without a weight the factor alone."""
+
+    weight: mx.array | None
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """The rotation of the first ``dims`` values of a head.
+
+    Args:
+        inverse: float32 ``[dims / 2]``, the angle of each pair at position 1; None when each call gives it.
+        interleaved: pairs are neighbours; otherwise the halves of ``dims``.
+        factor: multiplies the rotated values.
+    """
+
+    inverse: mx.array | None
+    dims: int
+    interleaved: bool = False
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What is done to each head of a row.
+
+    Args:
+        width: D.
+        norm: over each head, or over the whole row with ``whole``.
+        late: the norm comes after the rotation.
+    """
+
+    width: int
+    norm: Norm | None = None
+    turn: Turn | None = None
+    late: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One matrix and what becomes of its product.
+
+    Args:
+        stack: the matrix; ``stack.first`` and its rows choose a part of the arrays.
+        heads: the norm and rotation of each head, or None.
+        packed: as many rows of a gate follow each head's own; the gate becomes an output of its own.
+        clip: values are clamped to plus and minus this.
+    """
+
+    stack: Stack
+    heads: Heads | None = None
+    packed: bool = False
+    clip: float | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix."""
+        return self.stack.projection.rows
+
+
+@dataclass(frozen=True, eq=False)
+class RowProduct:
+    """A launch in full.
+
+    Args:
+        width: H.
+        added: the row is ``x + added * branch``; the sum, rounded, is the last output. None: no branch.
+        gate: ``sigmoid`` or ``softplus`` of a gate multiplies the row, or None.
+        gate_width: values of the row that share one value of the gate.
+        residual: the first output is ``residual + multiplier * product``.
+    """
+
+    width: int
+    products: tuple[Product, ...]
+    norm: Norm | None = None
+    added: float | None = None
+    gate: str | None = None
+    gate_width: int = 1
+    residual: bool = False
+    multiplier: float = 1.0
+
+    @property
+    def turns(self) -> Turn | None:
+        """The rotation of a product, where one has any: they share frequencies."""
+        held = (p.heads.turn for p in self.products if p.heads is not None)
+        return next((t for t in held if t is not None), None)
+
+
+def check(asked: RowProduct) -> Decline | None:
+    """Why the kernel leaves this to plain MLX, or None when it takes it."""
+    if asked.width % 32:
+        return Decline(
+            "width", "a multiple of 32", str(asked.width), "Nothing: the row cannot be cut evenly."
+        )
+    for product in asked.products:
+        p = product.stack.projection
+        if p.cols != asked.width:
+            return Decline(
+                "cols", f"matrices over {asked.width} values", str(p.cols), "Check the family's widths."
+            )
+        if p.group_size and asked.width % p.group_size:
+            return Decline(
+                "group_size", f"a divisor of {asked.width}", str(p.group_size), "Use another group size."
+            )
+        objection = (
+            None if product.heads is None else check_heads(product.heads, p.rows // (1 + product.packed))
+        )
+        if objection is not None:
+            return objection
+        if product.heads is not None and product.heads.whole:
+            return Decline(
+                "whole", "a norm over one head", "over all heads", "The heads take a launch of their own."
+            )
+    turned = [p.heads for p in asked.products if p.heads is not None]
+    if any(h.width != turned[0].width for h in turned):
+        return Decline("head_width", "one width of heads", "several", "The heads take a launch of their own.")
+    if turned and turned[0].width % _turn_warps("cuda"):
+        return Decline("head_width", "a multiple of 16", str(turned[0].width), "Nothing.")
+    return None
+
+
+def check_heads(heads: Heads, rows: int) -> Decline | None:
+    """Why heads of this kind are left to plain MLX, or None."""
+    d, turn = heads.width, heads.turn
+    if not 8 <= d <= 512 or d % 8 or rows % d:
+        return Decline("head_width", "a multiple of 8 up to 512 that divides the row", str(d), "Nothing.")
+    if turn is not None and (turn.dims > d or turn.dims % 2 or turn.dims < 16):
+        return Decline("rotated width", f"an even number from 16 to {d}", str(turn.dims), "Nothing.")
+    return None
+
+
+def _turn_warps(device: Device) -> int:
+    return 16 if device == "cuda" else 8
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the rows are shared out: ``rows`` a warp, ``warps`` a group."""
+
+    rows: int
+    warps: int
+
+    @property
+    def unit(self) -> int:
+        """Rows a group."""
+        return self.rows * self.warps
+
+
+def cut(asked: RowProduct, device: Device) -> Cut:
+    """A group a head where heads are turned, else as many rows a warp as leave enough groups."""
+    heads = next((p.heads for p in asked.products if p.heads is not None), None)
+    if heads is not None:
+        warps = _turn_warps(device)
+        return Cut(heads.width // warps, warps)
+    warps, total = 8, sum(p.rows for p in asked.products)
+    rows = next((r for r in (8, 4, 2) if total >= r * warps * _ENOUGH_GROUPS), 1)
+    return Cut(rows, warps)
+
+
+def _at(product: Product) -> str:
+    return f"row + {product.stack.first}" if product.stack.first else "row"
+
+
+def _arguments(i: int, product: Product, words: int) -> tuple[str, str, str]:
+    """The arrays of a product from its first row on, as C pointers."""
+    p, first = product.stack.projection, product.stack.first
+    weight = f"(ME_DEVICE const me_uint*)p{i}_w" + (f" + {first * words}" if first else "")
+    if not p.group_size:
+        return weight, "(ME_DEVICE const uint8_t*)0", "(ME_DEVICE const uint8_t*)0"
+    past = f" + {first * (p.cols // p.group_size)}" if first else ""
+    scales = f"p{i}_s{past}"
+    return weight, scales, f"p{i}_b{past}" if p.format == "affine" else scales
+
+
+def value_text(i: int, product: Product) -> str:
+    """``v`` with scale, bias and clamp, as a C expression in ``row``."""
+    value = bias_text(f"p{i}", product.stack.projection, "v", _at(product))
+    if product.clip is not None:
+        value = f"me_min(me_max({value}, {-product.clip!r}f), {product.clip!r}f)"
+    return value
+
+
+def turn_text(heads: Heads, name: str, to: str, given: str, threads: int) -> str:
+    """The call that turns one head out of ``ys``."""
+    turn, norm = heads.turn, heads.norm
+    kind = 0 if norm is None else 3 if heads.whole else 2 if heads.late else 1
+    weighed = norm is not None and norm.weight is not None
+    dims, inter, factor = (turn.dims, turn.interleaved, turn.factor) if turn else (0, False, 1.0)
+    weight = f"{name}_n" if weighed else "(ME_DEVICE const float*)0"
+    inverse, position = ("inverse", "float(offset[0])") if turn else ("(ME_DEVICE const float*)0", "0.0f")
+    flags = f"{heads.width}, {dims}, {str(inter).lower()}, {kind}, {str(weighed).lower()}, {threads}"
+    eps, offset = (norm.eps, norm.offset) if norm else (0.0, 0.0)
+    return (
+        f"me_turn<{flags}>(ys, {weight}, {float(offset)!r}f, {float(eps)!r}f, {given}, {inverse}, {position},"
+        f" {float(factor)!r}f, {to}, tid, lane);"
+    )
+
+
+def _chain(ends: Sequence[int], name: str, bodies: Sequence[str]) -> str:
+    """One body for each range of a number that ends there."""
+    parts = [f"if ({name} < {end}) {{ {body} }}" for end, body in zip(ends, bodies, strict=True)]
+    return " else ".join(parts) + "\n"
+
+
+@dataclass
+class Text:
+    """What follows a launch's own inputs, outputs and text."""
+
+    inputs: dict[str, mx.array | None] = field(default_factory=dict)
+    outputs: dict[str, tuple[int, mx.Dtype]] = field(default_factory=dict)
+    header: str = ""
+    tail: str = ""
+
+
+def build(
+    asked: RowProduct,
+    backend: Backend,
+    device: Device,
+    dtype: mx.Dtype,
+    *,
+    label: str = "row_product",
+    wide: bool = False,
+    how: Cut | None = None,
+    more: Text | None = None,
+) -> Piece:
+    """The launch as a function of a token's arrays.
+
+    Inputs by name: ``x`` ``[..., H]``; ``branch`` like it with ``added``; ``gate``; ``residual``; ``offset``
+    (int32, position of the token first) and ``inverse`` where heads turn.
+
+    Args:
+        dtype: of the outputs; ``wide`` makes the products' float32.
+        how: another cut than the default (for tests).
+        more: inputs, outputs and text that follow the products' own.
+    """
+    how, more = how or cut(asked, device), more or Text()
+    segment = min(asked.width, _SEGMENT[device])
+    inputs: dict[str, mx.array | None] = {"x": None}
+    inputs |= {n: None for n, on in (("branch", asked.added is not None), ("gate", asked.gate)) if on}
+    norm = asked.norm
+    if norm is not None and norm.weight is not None:
+        inputs["norm_w"] = norm.weight
+    inputs |= {"residual": None} if asked.residual else {}
+    turn = asked.turns
+    inputs |= {"offset": None, "inverse": turn.inverse} if turn is not None else {}
+    outputs: dict[str, tuple[int, mx.Dtype]] = {}
+    starts, ask, products, plain, turned, group = [0], [], [], [], [], 0
+    for i, product in enumerate(asked.products):
+        p = product.stack.projection
+        inputs |= array_names(f"p{i}", product.stack)
+        words = p.cols * p.bits // 32
+        weight, scales, biases = _arguments(i, product, words)
+        first = f"(tile - {starts[-1]}) * ME_ROWS"
+        held = f"(min({p.rows} - {first}, ME_ROWS))" if p.rows % how.rows else "ME_ROWS"
+        ask.append(f"me_ask({weight} + int64_t({first}) * {words}, {held} * {words * 4}, lane);")
+        products.append(
+            f"me_rows<{format_number(p)}, {p.bits}, {p.group_size}>({weight}, {scales}, {biases}, {first},"
+            f" {p.rows - 1}, begin, lane, xs, total);"
+        )
+        value = value_text(i, product)
+        if asked.residual and i == 0:
+            value = f"me_value(residual[row]) + {float(asked.multiplier)!r}f * {value}"
+        outputs[f"y{i}"] = (p.rows // (1 + product.packed), mx.float32 if wide else dtype)
+        if product.packed:
+            outputs[f"g{i}"] = (p.rows // 2, dtype)
+        into, out = f"const int row = {first} + lane;", f"me_set(y{i} + row, {value});"
+        guard = f"lane < ME_ROWS && row < {p.rows}"
+        heads = product.heads
+        if heads is None:
+            plain.append(f"{into} if ({guard}) {out}")
+            turned.append("")
+        else:
+            plain.append(f"{into} if (lane < ME_ROWS) ys[warp * ME_ROWS + lane] = {value};")
+            if heads.norm is not None and heads.norm.weight is not None:
+                inputs[f"h{i}_n"] = heads.norm.weight
+            d, unit, threads = heads.width, f"(group - {group})", how.warps * 32
+            call = turn_text(
+                heads, f"h{i}", f"y{i} + {unit}{' / 2' if product.packed else ''} * {d}", "1.0f", threads
+            )
+            gate = f"for (int i = tid; i < {d}; i += {threads}) me_set(g{i} + {unit} / 2 * {d} + i, ys[i]);"
+            turned.append(f"if ({unit} % 2 == 0) {{ {call} }} else {{ {gate} }}" if product.packed else call)
+        group += -(-p.rows // how.unit)
+        starts.append(group * how.warps)
+    if asked.added is not None:
+        outputs["stream"] = (asked.width, dtype)
+    inputs |= more.inputs
+    outputs |= more.outputs
+    settings = defines(
+        {
+            "H": asked.width,
+            "SEGMENT": segment,
+            "ROWS": how.rows,
+            "WARPS": how.warps,
+            "BLOCKS": group,
+            "ADDED": int(asked.added is not None),
+            "ADD_SCALE": f"{float(asked.added or 0.0)!r}f",
+            "GATED": int(asked.gate is not None),
+            "GATE_WIDTH": asked.gate_width,
+            "OPEN": _GATES.get(asked.gate or "", "v"),
+            "NORM": int(norm is not None),
+            "NORM_WEIGHT": int(norm is not None and norm.weight is not None),
+            "NORM_OFFSET": f"{float(norm.offset if norm else 0.0)!r}f",
+            "EPS": f"{float(norm.eps if norm else 0.0)!r}f",
+        }
+    )
+    with_heads = any(p.heads is not None for p in asked.products)
+    body = text("pieces/product.h")
+    body = body.replace("ME_ASK\n", _chain(starts[1:], "tile", ask) if device == "cuda" else "")
+    body = body.replace("ME_PRODUCTS\n", _chain(starts[1:], "tile", products))
+    memory = f"ME_GROUP_ARRAY(float, ys, {how.unit})\n" if with_heads else ""
+    ends = [s // how.warps for s in starts[1:]]
+    finish = _chain(starts[1:], "tile", plain)
+    finish += "me_barrier();\n" + _chain(ends, "group", turned) if with_heads else ""
+    launch = Launch(
+        label=label,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        header=text(backend.prelude)
+        + settings
+        + text("rows.h")
+        + text("pieces/rows_of.h")
+        + (text("pieces/turn.h") if with_heads else "")
+        + (text("pieces/gates.h") if asked.gate is not None else "")
+        + device_text(device)
+        + more.header
+        + bounded(device, how.warps),
+        source=backend.opening + "const int e = 0; (void)e;\n" + memory + body + finish + more.tail,
+        groups=group,
+        warps=how.warps,
+    )
+    return Piece(backend, launch, inputs, outputs)
+
+
+def stack_part(stack: Stack, first: int, rows: int) -> Stack:
+    """Some rows of a matrix, as a matrix over the same arrays."""
+    return replace(stack, projection=replace(stack.projection, rows=rows), first=stack.first + first)
+
+
+def backend_of(device: Device) -> Backend:
+    """The back-end of a device."""
+    from mlx_experts.engine.kernels.gpu import metal
+
+    return cuda.BACKEND if device == "cuda" else metal.BACKEND

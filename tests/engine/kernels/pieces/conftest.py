@@ -1,0 +1,67 @@
+"""Matrices and rows for the pieces, and the two ways to run one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
+from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
+
+
+def matrix(
+    width: int,
+    rows: int,
+    stored: tuple[str, int, int] = ("affine", 4, 64),
+    bias: bool = False,
+    dtype: mx.Dtype = mx.bfloat16,
+) -> Stack:
+    """A random dense layer's matrix as (mode, bits, group size) stores it."""
+    layer: nn.Module = nn.Linear(width, rows, bias=bias)
+    layer.set_dtype(dtype)
+    if bias:
+        layer.bias = mx.random.normal((rows,)).astype(dtype)
+    mode, bits, group = stored
+    if mode != "plain":
+        layer = nn.QuantizedLinear.from_linear(layer, group, bits, mode)
+    stack = read_stack(layer, nn.Linear, nn.QuantizedLinear)
+    assert stack is not None
+    return stack
+
+
+def token_of(piece: Piece, dtype: mx.Dtype, position: int = 4321, **others: mx.array) -> dict[str, mx.array]:
+    """Random arrays for what a call gives, by name; ``others`` are taken as they are."""
+    sizes = {name: piece.outputs.get(name, (0, dtype))[0] for name in piece.tokens}
+    token = {"offset": mx.array([position] * 4, dtype=mx.int32)} | others
+    for name in piece.tokens:
+        if name not in token:
+            assert sizes[name], name
+            token[name] = mx.random.normal((1, 1, sizes[name])).astype(dtype)
+    return {name: token[name] for name in piece.tokens}
+
+
+@pytest.fixture(scope="session")
+def make_matrix() -> Callable[..., Stack]:
+    """Builds a matrix."""
+    return matrix
+
+
+@pytest.fixture
+def on_host(request: pytest.FixtureRequest) -> Callable[..., dict[str, np.ndarray]]:
+    """Runs a piece's text on the CPU: ``run(kind, piece, token, change)``."""
+
+    def run(
+        kind: str, piece: Piece, token: dict[str, mx.array], change: Callable[[str], str] = lambda t: t
+    ) -> dict[str, np.ndarray]:
+        host: Any = request.getfixturevalue(f"host_{kind}")
+        arrays = piece.arrays(*token.values())
+        outputs = [((size,), dtype) for size, dtype in piece.outputs.values()]
+        made = host.run(piece.backend, piece.launch, arrays, outputs, change)
+        return dict(zip(piece.outputs, made, strict=True))
+
+    return run

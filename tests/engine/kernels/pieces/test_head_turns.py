@@ -1,0 +1,64 @@
+"""The launch for norms over all heads, and for rows that other launches left."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import piece_truth
+import pytest
+
+from mlx_experts.engine.kernels.gpu.pieces import head_turns
+from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Turn, backend_of
+from mlx_experts.engine.kernels.request import Decline
+
+LIMIT = 3e-3
+
+
+def rows_of(d: int, dims: int, whole: bool) -> dict[str, tuple[Heads, int]]:
+    """Queries, keys and values."""
+    turn = Turn(1.0 / 1e6 ** (mx.arange(0, dims, 2) / dims), dims, factor=0.9)
+
+    def heads(count: int) -> tuple[Heads, int]:
+        weight = (1 + 0.3 * mx.random.normal((count * d if whole else d,))).astype(mx.bfloat16)
+        return Heads(d, Norm(weight, 1e-6), turn, whole=whole), count * d
+
+    return {"q": heads(4), "k": heads(2), "v": (Heads(d, Norm(None, 1e-6)), 2 * d)}
+
+
+def distances(kind, rows, on_host, change=lambda t: t):
+    """Distance of every row to the truth."""
+    assert head_turns.check(rows) is None
+    piece = head_turns.build(rows, backend_of(kind), mx.bfloat16)
+    token = {n: mx.random.normal((1, 1, width)).astype(mx.bfloat16) for n, (_, width) in rows.items()}
+    token["offset"] = mx.array([999] * 4, dtype=mx.int32)
+    got = on_host(kind, piece, token, change)
+    far = {}
+    for name, (heads, _) in rows.items():
+        inverse = None if heads.turn is None else piece_truth.wide(heads.turn.inverse)
+        want = piece_truth.each_head(piece_truth.wide(token[name]).reshape(-1), heads, 999, inverse)
+        far[name] = piece_truth.distance(got[f"out_{name}"], want)
+    return far
+
+
+@pytest.mark.parametrize("kind", ["cuda", "metal"])
+@pytest.mark.parametrize(("d", "dims", "whole"), [(64, 64, True), (72, 32, False)])
+def test_text_matches_truth_on_the_cpu(d, dims, whole, kind, on_host):
+    mx.random.seed(1)
+    for name, far in distances(kind, rows_of(d, dims, whole), on_host).items():
+        assert far < LIMIT, name
+
+
+@pytest.mark.parametrize("kind", ["cuda", "metal"])
+def test_a_planted_mistake_is_noticed(kind, on_host):
+    mx.random.seed(1)
+
+    def change(text):
+        assert "all += red[i]" in text
+        return text.replace("all += red[i]", "all = red[i]")
+
+    assert not distances(kind, rows_of(64, 64, True), on_host, change)["q"] < LIMIT
+
+
+def test_heads_of_two_widths_are_declined():
+    verdict = head_turns.check({"q": (Heads(64), 128), "k": (Heads(32), 128)})
+    assert isinstance(verdict, Decline)
+    assert verdict.rule == "head_width"

@@ -1,0 +1,78 @@
+"""Norm, router matrix and selection in one launch: the CUDA text on the CPU."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import piece_truth
+import pytest
+
+from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.gpu.pieces import routing
+from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.kernels.router_kernel import RouterSteps
+
+
+def run(steps, stored, on_host, make_matrix, change=lambda t: t, added=None):
+    """Outputs of two runs of one piece, and the truth."""
+    mx.random.seed(3)
+    matrix = make_matrix(256, steps.num_experts, stored)
+    norm = Norm((1 + 0.3 * mx.random.normal((256,))).astype(mx.bfloat16), 1e-6)
+    assert routing.check(matrix, norm, steps) is None
+    piece = routing.build(matrix, norm, steps, cuda.BACKEND, mx.bfloat16, added=added, logit="4.0f * v")
+    x, branch = (mx.random.normal((1, 1, 256)).astype(mx.bfloat16) for _ in range(2))
+    bias = 0.1 * mx.random.normal((steps.num_experts,))
+    token = {n: {"x": x, "branch": branch, "bias": bias}[n] for n in piece.tokens}
+    first = on_host("cuda", piece, token, change)
+    asked = RowProduct(256, (Product(matrix),), norm, added)
+    normed, stream = piece_truth.row_before(asked, token)
+    logits = piece_truth.product(asked.products[0], normed)
+    return first, normed, stream, logits, None if not steps.bias else piece_truth.wide(bias)
+
+
+@pytest.mark.parametrize("stored", [("affine", 8, 64), ("plain", 16, 0)], ids=str)
+def test_softmax_matches_truth(stored, on_host, make_matrix):
+    steps = RouterSteps(40, 4, normalise="sum")
+    got, normed, _, logits, _ = run(steps, stored, on_host, make_matrix)
+    assert piece_truth.distance(got["normed"], normed) < 3e-3
+    assert piece_truth.distance(got["y0"], logits) < 2e-6
+    chosen = np.argsort(-logits, kind="stable")[:4]
+    assert got["chosen"].tolist() == chosen.tolist()
+    scores = np.exp(4 * (logits[chosen] - logits.max()))
+    assert piece_truth.distance(got["share"], scores / scores.sum()) < 1e-5
+
+
+def test_sigmoid_with_bias_and_an_added_branch_matches_truth(on_host, make_matrix):
+    steps = RouterSteps(64, 3, score="sigmoid", bias=True, groups=4, keep_groups=2, scale=2.5)
+    got, normed, stream, logits, bias = run(steps, ("affine", 4, 32), on_host, make_matrix, added=1.0)
+    assert piece_truth.distance(got["normed"], normed) < 3e-3
+    assert piece_truth.distance(got["stream"], stream) < 3e-3
+    scores = 1 / (1 + np.exp(-4 * logits))
+    choice = (scores + bias).reshape(4, 16)
+    lost = np.argsort(np.sort(choice, axis=1)[:, -2:].sum(axis=1))[:2]
+    choice[lost] = -np.inf
+    chosen = np.argsort(-choice.reshape(-1), kind="stable")[:3]
+    assert got["chosen"][:3].tolist() == chosen.tolist()
+    assert piece_truth.distance(got["share"][:3], 2.5 * scores[chosen]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("me_fresh(y0 + (i))", "me_fresh(y0)"), ("me_set(normed + i", "me_set(normed + i / 2")],
+)
+def test_a_planted_mistake_is_noticed(right, wrong, on_host, make_matrix):
+    def change(text):
+        assert right in text
+        return text.replace(right, wrong)
+
+    steps = RouterSteps(40, 4, normalise="sum")
+    got, normed, _, logits, _ = run(steps, ("affine", 8, 64), on_host, make_matrix, change)
+    right_experts = got["chosen"].tolist() == np.argsort(-logits, kind="stable")[:4].tolist()
+    assert not (right_experts and piece_truth.distance(got["normed"], normed) < 3e-3)
+
+
+def test_a_matrix_of_other_rows_is_declined(make_matrix):
+    verdict = routing.check(make_matrix(64, 8), None, RouterSteps(16, 2))
+    assert isinstance(verdict, Decline)
+    assert verdict.rule == "rows"
