@@ -1,0 +1,148 @@
+"""The pieces on an NVIDIA GPU against float64: ``pytest -m cuda``."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import piece_truth
+import pytest
+
+from mlx_experts.engine.kernels.gpu.pieces import head_turns, routing, row_product
+from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
+from mlx_experts.engine.kernels.router_kernel import RouterSteps
+
+pytestmark = pytest.mark.cuda
+
+LIMITS = {mx.bfloat16: 3e-3, mx.float16: 1e-3, mx.float32: 5e-6}
+FORMATS = [
+    *(("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)),
+    ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
+    ("nvfp4", 4, 16),
+    ("plain", 16, 0),
+]
+
+
+def weight(size, dtype=mx.bfloat16):
+    """A norm's weight."""
+    return (1.0 + 0.3 * mx.random.normal((size,))).astype(dtype)
+
+
+def frequencies(dims):
+    """The plain frequencies of a rotation."""
+    return 1.0 / 1e6 ** (mx.arange(0, dims, 2) / dims)
+
+
+def run(piece, **token):
+    """Outputs by name from poisoned memory, the same twice."""
+    piece.options["init_value"] = float("nan")
+    arrays = [token[name] for name in piece.tokens]
+    first, again = ([np.array(o.astype(mx.float32)) for o in piece(*arrays)] for _ in range(2))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(first, again, strict=True))
+    return dict(zip(piece.outputs, first, strict=True))
+
+
+def check(asked, dtype=mx.bfloat16):
+    """Every output of a row product close to truth."""
+    assert row_product.check(asked) is None
+    piece = row_product.build(asked, row_product.backend_of("cuda"), "cuda", dtype)
+    sizes = {"x": asked.width, "branch": asked.width, "residual": asked.products[0].rows}
+    sizes["gate"] = asked.width // asked.gate_width
+    token = {name: mx.random.normal((1, 1, size)).astype(dtype) for name, size in sizes.items()}
+    token["offset"] = mx.array([30011] * 4, dtype=mx.int32)
+    got, want = run(piece, **token), piece_truth.row_product(asked, token)
+    for name in want:
+        assert piece_truth.distance(got[name], want[name]) < LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_formats(stored, dtype, make_matrix):
+    mx.random.seed(1)
+    products = tuple(
+        Product(make_matrix(640, rows, stored, bias=rows == 33, dtype=dtype)) for rows in (128, 33)
+    )
+    check(RowProduct(640, products, Norm(weight(640, dtype), 1e-6)), dtype)
+
+
+@pytest.mark.parametrize("stored", [("affine", 4, 64), ("affine", 8, 32), ("mxfp4", 4, 32), ("plain", 16, 0)])
+@pytest.mark.parametrize(
+    ("width", "rows"), [(2048, 5120), (4096, 2048), (2880, 4096), (7168, 1536), (16384, 7168)]
+)
+def test_public_widths(width, rows, stored, make_matrix):
+    mx.random.seed(2)
+    check(
+        RowProduct(width, (Product(make_matrix(width, rows, stored)),), Norm(weight(width), 1e-6), added=1.0)
+    )
+
+
+@pytest.mark.parametrize(("d", "dims", "interleaved"), [(128, 128, False), (64, 64, False), (256, 64, True)])
+@pytest.mark.parametrize("late", [False, True])
+def test_turned_heads(d, dims, interleaved, late, make_matrix):
+    mx.random.seed(3)
+    heads = Heads(d, Norm(weight(d), 1e-6), Turn(frequencies(dims), dims, interleaved), late)
+    products = tuple(Product(make_matrix(2048, n * d), h) for n, h in ((32, heads), (4, heads), (4, None)))
+    check(RowProduct(2048, products, Norm(weight(2048), 1e-6)))
+
+
+def test_packed_gate_and_what_it_opens(make_matrix):
+    mx.random.seed(4)
+    heads = Heads(256, Norm(weight(256), 1e-6, 1.0), Turn(frequencies(64), 64))
+    packed = Product(make_matrix(2048, 16 * 512), heads, packed=True)
+    check(RowProduct(2048, (packed, Product(make_matrix(2048, 512), heads)), Norm(weight(2048), 1e-6, 1.0)))
+    check(
+        RowProduct(4096, (Product(make_matrix(4096, 2048)),), gate="sigmoid", residual=True, multiplier=0.3)
+    )
+
+
+def test_norm_over_all_heads():
+    mx.random.seed(5)
+    turn = Turn(frequencies(128), 128)
+    rows = {n: (Heads(128, Norm(weight(2048), 1e-6), turn, whole=True), 2048) for n in ("q", "k")}
+    piece = head_turns.build(rows, row_product.backend_of("cuda"), mx.bfloat16)
+    token = {n: mx.random.normal((1, 1, 2048)).astype(mx.bfloat16) for n in rows}
+    got = run(piece, offset=mx.array([77] * 4, dtype=mx.int32), **token)
+    for name, (heads, _) in rows.items():
+        want = piece_truth.each_head(
+            piece_truth.wide(token[name]).reshape(-1), heads, 77, np.array(turn.inverse)
+        )
+        assert piece_truth.distance(got[f"out_{name}"], want) < LIMITS[mx.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("width", "experts", "top_k"), [(2048, 128, 8), (4096, 8, 2), (2048, 512, 10), (7168, 256, 8)]
+)
+def test_the_last_block_selects_every_time(width, experts, top_k, make_matrix):
+    mx.random.seed(6)
+    matrix, norm = make_matrix(width, experts, ("affine", 8, 64)), Norm(weight(width), 1e-6)
+    steps = RouterSteps(experts, top_k, normalise="sum")
+    piece = routing.build(matrix, norm, steps, row_product.backend_of("cuda"), mx.bfloat16)
+    asked = RowProduct(width, (Product(matrix),), norm)
+    rows = [mx.random.normal((1, 1, width)).astype(mx.bfloat16) for _ in range(50)]
+    for x, got in [(x, piece(x)) for x in rows]:
+        logits = piece_truth.row_product(asked, {"x": x})["y0"]
+        made = dict(zip(piece.outputs, got, strict=True))
+        assert piece_truth.distance(np.array(made["y0"]), logits) < 1e-5
+        # The float32 logits decide: a tie of the truth's may fall either way.
+        logits = np.array(made["y0"]).reshape(-1).astype(np.float64)
+        chosen = np.argsort(-logits, kind="stable")[:top_k]
+        assert np.array(made["chosen"]).reshape(-1)[:top_k].tolist() == chosen.tolist()
+        scores = np.exp(logits[chosen] - logits[chosen].max())
+        share = np.array(made["share"]).reshape(-1)[:top_k]
+        assert piece_truth.distance(share, scores / scores.sum()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("sum * factor", "sum"), ("c * chunk < ME_H", "c * chunk + 32 < ME_H")]
+)
+def test_a_planted_mistake_is_noticed(right, wrong, make_matrix):
+    mx.random.seed(7)
+    asked = RowProduct(640, (Product(make_matrix(640, 64)),), Norm(weight(640), 1e-6))
+    piece = row_product.build(asked, row_product.backend_of("cuda"), "cuda", mx.bfloat16)
+    launch = piece.launch
+    assert right in launch.header + launch.source
+    header, source = launch.header.replace(right, wrong), launch.source.replace(right, wrong)
+    piece.launch = type(launch)(**{**launch.__dict__, "header": header, "source": source})
+    token = {"x": mx.random.normal((1, 1, 640)).astype(mx.bfloat16)}
+    got = np.array(piece(token["x"])[0].astype(mx.float32))
+    assert not piece_truth.distance(got, piece_truth.row_product(asked, token)["y0"]) < LIMITS[mx.bfloat16]
