@@ -1,4 +1,4 @@
-"""Loads a checkpoint folder into a model: config, family, plan, tensors, quantisation, account."""
+"""Loads a checkpoint folder into a model: config, family, plan, tensors, quantisation, audit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
@@ -16,9 +16,10 @@ from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
-from mlx_experts.engine.weights.audit import check_account
-from mlx_experts.engine.weights.quantization import Format, Reader, quantize_modules, settings
-from mlx_experts.engine.weights.reader import load_arrays, reading, stored_dtypes
+from mlx_experts.engine.weights import heads
+from mlx_experts.engine.weights.pipeline import prepare
+from mlx_experts.engine.weights.quantization import Format
+from mlx_experts.engine.weights.reader import reading
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.checkpoint.size_limits import check_sizes
 from mlx_experts.registry.errors import QuantizationError, SettingError, TensorError
@@ -38,14 +39,14 @@ class LoadReport:
     Args:
         family: name of the family.
         notices: remarks, such as quantisation entries that matched nothing.
-        dropped: tensors dropped by declared rules, counted by rule.
+        ignored: tensors that the model does not have, counted by the rule that ignores them.
         formats: format of every quantised module, by path.
         dtype: name of the compute dtype, or None for the checkpoint's.
     """
 
     family: str
     notices: list[str] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
     formats: dict[str, Format] = field(default_factory=dict)
     dtype: str | None = None
 
@@ -115,25 +116,17 @@ def _fill(
     progress: Progress | None,
 ) -> None:
     """Give every parameter its tensor, unevaluated; nothing else holds the checkpoint's arrays afterwards."""
-    arrays, dropped = model.converter.sift(load_arrays(checkpoint, progress))
     dense = _DTYPES.get(report.dtype or "", mx.bfloat16)
-    decoded = model.converter.decode(arrays, config, stored_dtypes(checkpoint), dense)
-    carried = model.convert(decoded.weights)
-    report.dropped = dict(dropped + carried.dropped)
-    report.notices += [*model.remarks, *decoded.notices]
-    report.notices += [
-        f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
-        for rule, count in carried.lacking.items()
-    ]
-    entry = decoded.quantization or settings(config)
-    reader = Reader(entry, model.converter)
-    report.formats = quantize_modules(model, carried.tensors, reader)
-    report.notices += reader.remarks()
-    wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
-    check_account(wanted, carried.tensors, "")
-    tensors = cast_tensors(model, carried.tensors, report.dtype)
+    prepared = prepare(model, model, checkpoint, config, dense=dense, progress=progress)
+    prepared.audit.check(hint=prepared.hint)
+    report.ignored, report.formats = prepared.ignored, prepared.formats
+    report.notices += [*model.remarks, *prepared.notices]
+    tensors = cast_tensors(model, prepared.tensors, report.dtype)
     model.update(tree_unflatten(list(tensors.items())))
-    _settle_quantization(config, report.formats, reader.as_declared and entry == config.get("quantization"))
+    if prepared.untied:
+        heads.say_untied(model.plan, config)
+    declared = prepared.as_declared and prepared.entry == config.get("quantization")
+    _settle_quantization(config, report.formats, declared)
 
 
 def compute_dtype(dtype: str | None) -> str | None:

@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
 
     @property
     def converter(self) -> WeightConverter:
-        """What carries checkpoints into this model's parameters."""
+        """What converts checkpoints to this model's parameters."""
         raise NotImplementedError
 
     @property
@@ -44,15 +44,28 @@ class LanguageModel(nn.Module):
         return []
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Carry a checkpoint's tensors to this model's parameter names.
+        """Convert a checkpoint's tensors to this model's parameter names.
 
         Raises:
-            TensorError: as :meth:`carry` does, or experts are missing: a caller may load leniently.
+            TensorError: as :meth:`convert` does, or experts are missing: a caller may load leniently.
         """
-        tensors = self.convert(weights).tensors
-        self.converter.check_experts(tensors)
-        return tensors
+        converted = self.convert(weights)
+        if converted.own_head:
+            self.untie_head()
+        self.converter.check_experts(converted.tensors)
+        return converted.tensors
 
-    def convert(self, weights: Mapping[str, mx.array], *, compare_values: bool = True) -> Converted:
-        """As :meth:`sanitize`, with the account of what was dropped."""
-        return self.converter.load(weights, compare_values=compare_values)
+    def convert(self, weights: Mapping[str, mx.array], *, values: bool = True) -> Converted:
+        """As :meth:`sanitize`, with the counts of what was ignored."""
+        kept, ignored = self.converter.ignore(weights)
+        converted = self.converter.convert(kept, values=values)
+        converted.ignored += ignored
+        return converted
+
+    def untie_head(self) -> None:
+        """Give a model whose head is tied an output head of its own.
+
+        Raises:
+            NotImplementedError: the model's head is never settled here.
+        """
+        raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -263,10 +264,25 @@ class Model(LanguageModel):
             place(self, f"{self._head}.bias", mx.zeros((plan.sizes.vocab_size,)))
         if self._head_norm is not None:
             place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
-        shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
-        self._converter = WeightConverter(plan, shapes)
+        self._converter = self._make_converter()
         caches = [cache is not None for cache in self.decoder.make_caches()]
         self._cache_of = [sum(caches[:i]) if has else None for i, has in enumerate(caches)]
+
+    def _make_converter(self) -> WeightConverter:
+        shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
+        return WeightConverter(self.plan, shapes)
+
+    def untie_head(self) -> None:
+        """Give a model whose head is tied an output head of its own; before its modules are quantised."""
+        plan, sizes = self.args.plan, self.args.plan.sizes
+        head = plan.head.model_copy(update={"tied": False})
+        self.args = dataclasses.replace(self.args, plan=dataclasses.replace(plan, head=head))
+        if head.bias:
+            # A tied head keeps its bias where the matrix goes now.
+            parent, _, leaf = self._head.rpartition(".")
+            (find(self, parent) if parent else self).pop(leaf)
+        place(self, self._head, nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=head.bias))
+        self._converter = self._make_converter()
 
     @property
     def decoder(self) -> Decoder:
@@ -286,7 +302,7 @@ class Model(LanguageModel):
 
     @property
     def converter(self) -> WeightConverter:
-        """What carries checkpoints into this model's parameters."""
+        """What converts checkpoints to this model's parameters."""
         return self._converter
 
     def __call__(

@@ -43,7 +43,7 @@ _LARGEST = 2**24
 
 
 class BackboneConverter(WeightConverter):
-    """Carries checkpoints by mlx-lm's ``sanitize``; what the family declares as dropped is counted.
+    """Converts checkpoints by mlx-lm's ``sanitize``.
 
     Args:
         plan: the resolved family.
@@ -61,15 +61,14 @@ class BackboneConverter(WeightConverter):
         """The arrays as they are: mlx-lm's ``sanitize`` reads the encodings of its family itself."""
         return Decoded(dict(arrays))
 
-    def load(self, tensors: Mapping[str, mx.array], *, compare_values: bool = True) -> Converted:
-        """From names on disk to the module tree.
+    def convert(self, tensors: Mapping[str, mx.array], *, values: bool = True) -> Converted:
+        """From names on disk to the module tree, of tensors that no rule ignores.
 
         Raises:
             TensorError: mlx-lm misses a tensor, or one is of the wrong shape.
         """
-        kept, dropped = self.sift(tensors)
         try:
-            return Converted(self._sanitize(kept), dropped)
+            return Converted(self._sanitize(dict(tensors)))
         except (KeyError, ValueError, IndexError) as error:
             raise TensorError(
                 "mlx-lm cannot bring these tensors into its model",
@@ -151,7 +150,7 @@ class Backbone(LanguageModel):
 
     @property
     def converter(self) -> BackboneConverter:
-        """What carries checkpoints into this model's parameters."""
+        """What converts checkpoints to this model's parameters."""
         return self._converter
 
     @property

@@ -207,7 +207,7 @@ def _try(
         return float("inf"), None, ""
     wrong = sum(_tensors_in(rows) for rows in (seen.missing, seen.unclaimed)) + len(seen.misshapen)
     # Ties go to the base that needs no change, then to the one that drops least by rule.
-    score = wrong + 1e4 * len(seen.problems) + 0.1 * len(change) + 1e-3 * sum(seen.dropped.values())
+    score = wrong + 1e4 * len(seen.problems) + 0.1 * len(change) + 1e-3 * sum(seen.ignored.values())
     return score, seen, ""
 
 

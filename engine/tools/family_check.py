@@ -1,6 +1,6 @@
 """Builds a family's tiny model from random numbers and tries everything that the registry promises of it.
 
-Nothing here compares with an original implementation: that is what the carried reference cases are for.
+Nothing here compares with an original implementation: that is what the converted reference cases are for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_experts.engine.loading.checkpoint_loader import saved_quantization
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
-from mlx_experts.engine.weights.audit import check_account
+from mlx_experts.engine.weights.audit import audit
 from mlx_experts.engine.weights.quantization import Format
 from mlx_experts.registry.checkpoint.size_limits import matrices
 from mlx_experts.registry.errors import DeviceError, RegistryError, SpecError
@@ -184,17 +184,16 @@ def _layout_round_trip(
         model = build_tiny(family, config)
         for each in (model, other):
             _quantize_experts(each, "mxfp4")
-    disk = model.converter.save(_parameters(model), index)
+    disk = model.converter.export(_parameters(model), index)
     mx.eval(disk)
-    carried = other.convert(disk)
-    wanted = {name: value.shape for name, value in _parameters(other).items()}
-    check_account(wanted, carried.tensors, f"a synthetic checkpoint of {family.family}")
+    converted = other.convert(disk)
+    audit(_parameters(other), converted.tensors).check(f"a synthetic checkpoint of {family.family}")
     for name, value in _parameters(model).items():
-        got = carried.tensors[name]
+        got = converted.tensors[name]
         assert _close(got, value) < 1e-6, f"{name} changed on its way through the layout"
-    again = other.convert(carried.tensors).tensors
-    for name, value in carried.tensors.items():
-        assert mx.array_equal(again[name], value).item(), f"{name} changes when it is carried twice"
+    again = other.convert(converted.tensors).tensors
+    for name, value in converted.tensors.items():
+        assert mx.array_equal(again[name], value).item(), f"{name} changes when it is converted twice"
     return f"{len(disk)} tensors"
 
 

@@ -1,7 +1,7 @@
 """What a checkpoint would become, from its config and its tensors' headers alone.
 
-The model is built and the tensors are carried without ever being evaluated: MLX arrays are lazy, so
-shapes and types flow through the same code that loading uses, and nothing is allocated.
+The model is built and the checkpoint walks the road that loading takes, with placeholders for its tensors:
+MLX arrays are lazy, so nothing is read or allocated.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.weights.audit import collapse
-from mlx_experts.engine.weights.quantization import Reader, quantize_modules, settings
-from mlx_experts.engine.weights.reader import placeholder, stored_dtypes
+from mlx_experts.engine.weights.pipeline import Prepared, prepare
 from mlx_experts.registry.catalog.catalog import names_of
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.checkpoint.hub import local_folder, remote_checkpoint
 from mlx_experts.registry.checkpoint.size_limits import check_sizes
-from mlx_experts.registry.errors import QuantizationError, SettingError, TensorError
+from mlx_experts.registry.errors import CheckpointError, QuantizationError, SettingError, TensorError
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.spec.family import Family
 
@@ -50,7 +49,7 @@ class Inspection:
         family: name of the family, and ``why`` it was chosen.
         where, files, parts: the checkpoint, how many files it has, and what it is read from, in words.
         layers: how many layers of each kind, in words.
-        claimed, unclaimed, missing, misshapen: tensors by pattern, with counts.
+        claimed, unclaimed, missing, misshapen, mistyped: tensors by pattern, with counts.
         problems: layouts or quantisation that cannot be read.
         parameters, active_parameters: weights in all, and those that one token uses.
         weight_bytes, cache_bytes: memory of the loaded weights and of the cache at ``context``.
@@ -66,10 +65,11 @@ class Inspection:
     parts: str = ""
     layers: dict[str, int] = field(default_factory=dict)
     claimed: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
     unclaimed: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     parameters: int = 0
@@ -86,7 +86,8 @@ class Inspection:
     @property
     def loadable(self) -> bool:
         """Whether loading would succeed."""
-        return not (self.unclaimed or self.missing or self.misshapen or self.problems)
+        faults = (self.unclaimed, self.missing, self.misshapen, self.mistyped, self.problems)
+        return not any(faults)
 
     @property
     def fits(self) -> bool:
@@ -115,7 +116,7 @@ def inspect_checkpoint(
         families: further folders with family files.
         dtype: compute dtype, as in loading.
         family: use this family whatever the config says.
-        tensors_only: stop after the account of the tensors.
+        tensors_only: stop after the audit of the tensors.
 
     Raises:
         RegistryError: no family fits, or the config holds a value that cannot be.
@@ -141,10 +142,10 @@ def inspect_checkpoint(
     tree = {name: value.shape for name, value in tree_flatten(model.parameters())}
     result.parameters = sum(prod(shape) for shape in tree.values())
     result.active_parameters = result.parameters - _idle_parameters(model, tree)
-    tensors = _carry(model, checkpoint, result)
-    if tensors is not None:
-        _account(model, tensors, result, compute_dtype(dtype))
-    if tensors is not None and not tensors_only:
+    prepared = _prepare(model, checkpoint, result)
+    if prepared is not None:
+        _show_audit(model, prepared, result, compute_dtype(dtype))
+    if prepared is not None and not tensors_only:
         result.cache_bytes = _cache_bytes(model, context)
         result.paths = _paths(model)
     return result
@@ -215,42 +216,33 @@ def _idle_parameters(model: LanguageModel, tree: Mapping[str, tuple[int, ...]]) 
     return idle
 
 
-def _carry(model: LanguageModel, checkpoint: Checkpoint, result: Inspection) -> dict[str, mx.array] | None:
+def _prepare(model: LanguageModel, checkpoint: Checkpoint, result: Inspection) -> Prepared | None:
     """The checkpoint's tensors as lazy placeholders in the module tree; problems are recorded."""
-    lazy = {name: placeholder(info) for name, info in checkpoint.tensors.items()}
     try:
-        kept, dropped = model.converter.sift(lazy)
-        decoded = model.converter.decode(kept, checkpoint.config, stored_dtypes(checkpoint), values=False)
-        carried = model.convert(decoded.weights, compare_values=False)
-        entry = decoded.quantization or settings(checkpoint.config)
-        reader = Reader(entry, model.converter)
-        formats = quantize_modules(model, carried.tensors, reader)
-    except (TensorError, QuantizationError) as error:
+        prepared = prepare(model, model, checkpoint, checkpoint.config, values=False)
+    except (TensorError, QuantizationError, CheckpointError) as error:
         result.problems.append(str(error))
         return None
-    result.notices += [*model.remarks, *decoded.notices, *reader.remarks()]
-    result.dropped = dict(dropped + carried.dropped)
-    result.formats = dict(Counter(str(found) for found in formats.values()))
-    return carried.tensors
+    result.notices += [*model.remarks, *prepared.notices]
+    result.ignored = prepared.ignored
+    result.formats = dict(Counter(str(found) for found in prepared.formats.values()))
+    return prepared
 
 
-def _account(
-    model: LanguageModel, tensors: dict[str, mx.array], result: Inspection, dtype: str | None
-) -> None:
-    wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
-    result.unclaimed = collapse(n for n in tensors if n not in wanted)
-    result.missing = collapse(n for n in wanted if n not in tensors)
-    wrong = {n for n, v in tensors.items() if n in wanted and tuple(v.shape) != tuple(wanted[n])}
-    result.misshapen = [
-        f"{n}: expected {list(wanted[n])}, found {list(tensors[n].shape)}" for n in sorted(wrong)
-    ]
-    result.claimed = sum(n in wanted for n in tensors) - len(wrong)
-    kept = {n: v for n, v in tensors.items() if n in wanted and n not in wrong}
+def _show_audit(model: LanguageModel, prepared: Prepared, result: Inspection, dtype: str | None) -> None:
+    found = prepared.audit
+    result.unclaimed, result.missing = collapse(found.unclaimed), collapse(found.missing)
+    result.misshapen, result.mistyped = found.misshapen, found.mistyped
+    if prepared.hint:
+        result.notices.append(prepared.hint)
+    unfit = found.faulty.union(found.unclaimed)
+    kept = {name: value for name, value in prepared.tensors.items() if name not in unfit}
+    result.claimed = len(kept)
     cast = cast_tensors(model, kept, dtype)
     result.weight_bytes = sum(value.nbytes for value in cast.values())
     result.bits_per_weight = round(8 * result.weight_bytes / max(result.parameters, 1), 3)
     result.dtype = dtype or "the checkpoint's"
-    if not wrong:
+    if not found.faulty:
         model.load_weights(list(cast.items()), strict=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_experts.engine.weights import heads
 from mlx_experts.engine.weights.audit import collapse
 from mlx_experts.engine.weights.conversion_ops import ConvOperation, RenameOperation, make_operation
 from mlx_experts.engine.weights.dequantize import Decoded, decode_encodings
@@ -20,16 +20,13 @@ from mlx_experts.engine.weights.expert_layouts import (
     own_fused_layout,
     stacked_modules,
 )
-from mlx_experts.engine.weights.tensor_tree import Operation, Tensors, Tree, planes, put, take
+from mlx_experts.engine.weights.ignoring import Ignored, unwrapped
+from mlx_experts.engine.weights.tensor_tree import Operation, Tensors, Tree, put
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.resolve.planner import Plan, Resolver
 from mlx_experts.registry.spec.checkpoint import ExpertLayout, PerExpert, Stacked
-
-# Rounding to bfloat16 moves the length of a column of length one by less than this.
-_UNIT_TOLERANCE = 0.01
-# What tools put in front of a text model's module paths.
-_WRAPPERS = frozenset({"language_model", "model", "text_model", "thinker"})
+from mlx_experts.registry.spec.path_pattern import PathPattern
 
 
 @dataclass
@@ -38,19 +35,23 @@ class Converted:
 
     Args:
         tensors: by parameter path.
-        dropped: how many tensors each drop rule took, by rule.
-        lacking: how many parameters each rule of what may lack filled with zeros, by rule.
+        ignored: how many tensors each rule ignored, by rule.
+        missing: how many optional parameters each rule filled with zeros, by rule.
         original: whether anything stood in an original layout (then stored offsets are undone).
+        own_head: whether a tied model's checkpoint has a head that differs from the embedding.
     """
 
     tensors: Tensors
-    dropped: Counter[str] = field(default_factory=Counter)
-    lacking: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    missing: Counter[str] = field(default_factory=Counter)
     original: bool = False
+    own_head: bool = False
 
 
 class WeightConverter:
-    """Carries checkpoints of one plan.
+    """Converts checkpoints of one plan, and exports them again.
+
+    Its rules are read from the plan. The shapes say how large a part is and that a name needs no change.
 
     Args:
         plan: the resolved family.
@@ -76,8 +77,8 @@ class WeightConverter:
             )
             for op in self.spec.ops
         ]
-        self._drops = [(rule, _pattern(rule)) for rule in self.spec.drop]
-        self._layer = re.compile(re.escape(self.layers) + r"\.(\d+)\.")
+        self.ignored = Ignored(plan, self.layers, self._strip, self._renamed)
+        self._in_layer = PathPattern(f"{self.layers}.{{layer}}.*")
 
     def stack(self, i: int) -> ExpertStack | None:
         """Where layer ``i`` keeps its experts, or None where it has none."""
@@ -101,48 +102,42 @@ class WeightConverter:
         """Undo the encodings that MLX has no module for; the arguments are those of ``decode_encodings``."""
         return decode_encodings(arrays, config, dtypes, dense, values)
 
-    def sift(self, tensors: Mapping[str, mx.array]) -> tuple[Tensors, Counter[str]]:
-        """The tensors that no rule drops, and how many each rule dropped, by rule."""
-        kept: Tensors = {}
-        dropped: Counter[str] = Counter()
-        for name, value in tensors.items():
-            rule = self._dropped_by(name, self._strip(name))
-            if rule is not None:
-                dropped[rule] += 1
-            elif value.size == 0:
-                # transformers writes the projections of a module of width 0, which is not built here.
-                dropped["tensors without values"] += 1
-            else:
-                kept[name] = value
-        return kept, dropped
+    def ignore(self, tensors: Mapping[str, mx.array]) -> tuple[Tensors, Counter[str]]:
+        """The tensors that no rule ignores, and how many each rule ignored, by rule."""
+        kept, ignored = self.ignored.sift({name: value.shape for name, value in tensors.items()})
+        return {name: tensors[name] for name in kept}, ignored
 
-    def load(self, tensors: Mapping[str, mx.array], *, compare_values: bool = True) -> Converted:
-        """From names on disk to the module tree.
+    def convert(self, tensors: Mapping[str, mx.array], *, values: bool = True) -> Converted:
+        """From names on disk to the module tree, of tensors that no rule ignores.
 
         Args:
-            compare_values: compare a redundant head with the embedding; False where only shapes are known.
+            values: whether the tensors hold values; without, only their shapes and dtypes are looked at.
 
         Raises:
             TensorError: a layout is incomplete or of the wrong shape, or two sources give one parameter.
         """
-        kept, dropped = self.sift(tensors)
-        result = Converted({}, dropped)
-        for name, value in kept.items():
+        result = Converted({})
+        for name, value in tensors.items():
             put(result.tensors, self._strip(name), {"": value})
         done = [op.forward(result.tensors, self.tree) for op in self.ops]
-        carried = self._convert_all_experts(result)
+        moved_experts = self._convert_all_experts(result)
         # Where there are kernels they alone tell: names and experts are also rearranged after a conversion.
         kernels = [
             moved
             for op, moved in zip(self.ops, done, strict=True)
             if isinstance(op, ConvOperation) and op.has_kernel(self.tree)
         ]
-        result.original = any(kernels or [carried, *done])
-        self._drop_unused(result)
-        self._tied_head(result, compare_values)
-        self._borrowed_head(result.tensors)
-        self._fill_lacking(result)
-        self._normalise_head(result.tensors)
+        result.original = any(kernels or [moved_experts, *done])
+        self._ignore_unused(result)
+        names = heads.HeadNames.of(self.plan)
+        copies = heads.settle_tied(self.plan, names, self.tree, result.tensors, values)
+        result.own_head = copies is None
+        if copies:
+            result.ignored[heads.COPY] += copies
+        heads.borrow(self.plan, names, result.tensors)
+        self._fill_optional(result)
+        if values:
+            heads.unit_columns(self.plan, names, result.tensors)
         if result.original:
             self._original_values(result.tensors)
         return result
@@ -162,22 +157,20 @@ class WeightConverter:
                 return found
         return []
 
-    def drops(self, module: str) -> bool:
-        """Whether a declared rule drops the tensors of a module, as the checkpoint spells it."""
-        name = f"{module}.weight"
-        return self._dropped_by(name, self._strip(name)) is not None
+    def ignores(self, module: str) -> bool:
+        """Whether a rule ignores the tensors of a module, as the checkpoint spells it."""
+        return self.ignored.rule(f"{module}.weight") is not None
 
     def _spellings(self, path: str) -> list[str]:
         """The path itself, in the tree's wrapper, and without the wrappers that other tools put around it."""
-        names, tail = self.plan.family.names, path
-        while (head := tail.partition("."))[0] in _WRAPPERS and head[2]:
-            tail = head[2]
-        return [path, f"{self.wrapper}{path}", f"{self.wrapper}{names.root}.{tail}", f"{self.wrapper}{tail}"]
+        root, tail = self.plan.family.names.root, unwrapped(path)
+        return [path, f"{self.wrapper}{path}", f"{self.wrapper}{root}.{tail}", f"{self.wrapper}{tail}"]
 
     def _of_experts(self, path: str) -> list[str]:
         """The stacked modules that hold what a declared layout keeps at ``path``, or the path itself."""
-        match = self._layer.match(path)
-        stack = self.stack(int(match[1])) if match and int(match[1]) < self.tree.num_layers else None
+        match = self._in_layer.match(path)
+        layer = match.numbers["layer"] if match else self.tree.num_layers
+        stack = self.stack(layer) if layer < self.tree.num_layers else None
         if stack is not None and f"{path}.weight" not in self.tree.shapes:
             for layout in self._expert_layouts(stack):
                 if modules := stacked_modules(layout, stack, path):
@@ -195,18 +188,18 @@ class WeightConverter:
     def _convert_all_experts(self, result: Converted) -> bool:
         """Bring every layer's experts into the tree; whether any stood elsewhere."""
         by_layer: dict[int, Tensors] = {}
-        carried = False
+        moved = False
         for name in list(result.tensors):
-            if match := self._layer.match(name):
-                by_layer.setdefault(int(match[1]), {})[name] = result.tensors.pop(name)
+            if match := self._in_layer.match(name):
+                by_layer.setdefault(match.numbers["layer"], {})[name] = result.tensors.pop(name)
         for i in range(self.tree.num_layers):
             stack = self.stack(i)
             if stack is not None:
                 layer = by_layer.setdefault(i, {})
-                carried |= convert_experts(self._expert_layouts(stack), stack, layer, self.tree)
+                moved |= convert_experts(self._expert_layouts(stack), stack, layer, self.tree)
         for layer in by_layer.values():
             result.tensors.update(layer)
-        return carried
+        return moved
 
     def check_experts(self, tensors: Mapping[str, mx.array]) -> None:
         """Every projection of every layer's experts must have a tensor.
@@ -231,71 +224,27 @@ class WeightConverter:
                 return self.wrapper + name[len(prefix) :]
         return name
 
-    def _dropped_by(self, name: str, renamed: str) -> str | None:
-        for rule, pattern in self._drops:
-            if pattern.fullmatch(name) or pattern.fullmatch(renamed):
-                return rule
-        if self.spec.drop_extra_layers:
-            if not (match := self._layer.match(renamed)):
-                for op in self.ops:
-                    renamed = op.rename(renamed, self.tree) if isinstance(op, RenameOperation) else renamed
-                match = self._layer.match(renamed)
-            if match and int(match[1]) >= self.tree.num_layers:
-                return f"{self.layers}.{{layer}} past the last layer"
-        return None
+    def _renamed(self, name: str) -> str:
+        for op in self.ops:
+            name = op.rename(name, self.tree) if isinstance(op, RenameOperation) else name
+        return name
 
-    def _drop_unused(self, result: Converted) -> None:
-        """Drop declared modules from layers that the plan built without them."""
-        for rule in self.spec.drop_unused:
-            pattern = _pattern(rule)
+    def _ignore_unused(self, result: Converted) -> None:
+        """Ignore declared modules in layers that the plan built without them."""
+        for rule in map(PathPattern, self.spec.drop_unused):
             for name in list(result.tensors):
                 module = name.rpartition(".")[0]
-                if pattern.fullmatch(module) and f"{module}.weight" not in self.tree.shapes:
+                if rule.matches(module) and f"{module}.weight" not in self.tree.shapes:
                     del result.tensors[name]
-                    result.dropped[f"{rule} where a layer has none"] += 1
+                    result.ignored[f"{rule.text} where a layer has none"] += 1
 
-    def _tied_head(self, result: Converted, compare: bool) -> None:
-        """Drop a redundant copy of a tied head, and refuse one that differs."""
-        sizes = self.plan.sizes
-        if not self.plan.head.tied:
-            return
-        base, embed = (f"{module}." for module in self._head_and_embedding())
-        # A plugin's embedding holds the tokens' matrix somewhere inside.
-        whole = (sizes.vocab_size, sizes.hidden_size)
-        found = [n for n, shape in self.tree.shapes.items() if n.startswith(embed) and shape == whole]
-        embed = found[0].removesuffix("weight") if found else embed
-        for name in [n for n in result.tensors if n.startswith(base) and n not in self.tree.shapes]:
-            twin = embed + name[len(base) :]
-            other = result.tensors.get(twin)
-            value = result.tensors[name]
-            if other is None or not _same(other, value, compare):
-                raise TensorError(
-                    "the config ties the head to the embedding, and the checkpoint holds another head",
-                    where=name,
-                    expected=f"the same values as {twin}, or no head",
-                    hint="set `tie_word_embeddings` to false in config.json if the head is its own",
-                )
-            del result.tensors[name]
-            result.dropped["head equal to the tied embedding"] += 1
-
-    def _borrowed_head(self, tensors: Tensors) -> None:
-        """Give a head of its own, where the checkpoint has none, what the embedding has."""
-        head, embedding = self._head_and_embedding()
-        if self.plan.head.embedding_if_absent and not planes(tensors, head):
-            put(tensors, head, planes(tensors, embedding))
-
-    def _head_and_embedding(self) -> tuple[str, str]:
-        names = self.plan.family.names
-        return f"{self.wrapper}{self.plan.head.path}", f"{self.wrapper}{names.root}.{names.embed}"
-
-    def _fill_lacking(self, result: Converted) -> None:
-        """Zeros for parameters that a family declares some checkpoints lack, where all of them are absent."""
-        for rule in self.spec.may_lack:
-            pattern = _pattern(rule)
-            names = [name for name in self.tree.shapes if pattern.fullmatch(name)]
+    def _fill_optional(self, result: Converted) -> None:
+        """Zeros for optional parameters, where all of one rule are missing."""
+        for rule in map(PathPattern, self.spec.may_lack):
+            names = [name for name in self.tree.shapes if rule.matches(name)]
             if not names or any(name in result.tensors for name in names):
                 continue
-            result.lacking[rule] += len(names)
+            result.missing[rule.text] += len(names)
             for name in names:
                 result.tensors[name] = mx.zeros(self.tree.shapes[name])
 
@@ -306,27 +255,16 @@ class WeightConverter:
                 if name in self.tree.shapes and self._is_centred_norm(name):
                     tensors[name] = tensors[name] + 1.0
 
-    def _normalise_head(self, tensors: Tensors) -> None:
-        """Columns of length one for a head that is declared so; one that has them already stays as it is."""
-        name = f"{self.wrapper}{self.plan.head.path}.weight"
-        head = tensors.get(name)
-        if not self.plan.head.normalise_columns or head is None or not mx.issubdtype(head.dtype, mx.floating):
-            return
-        value = head.astype(mx.float32)
-        lengths = mx.linalg.norm(value, axis=0, keepdims=True)
-        if mx.any(mx.abs(lengths - 1) > _UNIT_TOLERANCE).item():
-            tensors[name] = (value / (lengths + 1e-7)).astype(head.dtype)
-
     def _is_centred_norm(self, name: str) -> bool:
         parent, _, leaf = name.rpartition(".")
         module = parent.rsplit(".", 1)[-1]
         return leaf == "weight" and "norm" in module and not self._uncentred(parent)
 
     def _uncentred(self, module: str) -> bool:
-        return any(_pattern(p).fullmatch(module) for p in self.plan.family.norm.uncentred)
+        return any(PathPattern(rule).matches(module) for rule in self.plan.family.norm.uncentred)
 
-    def save(self, tensors: Mapping[str, mx.array], expert_layout: int | None) -> Tensors:
-        """From the module tree to names on disk: one declared expert layout, all operations undone.
+    def export(self, tensors: Mapping[str, mx.array], expert_layout: int | None) -> Tensors:
+        """From the module tree to names on disk: one declared expert layout, all conversions undone.
 
         Args:
             expert_layout: index into the family's expert layouts; None keeps the tree's.
@@ -353,10 +291,7 @@ class WeightConverter:
         Experts stand one by one where that is declared; a head that is the embedding does not stand there.
         """
         result = dict(tensors)
-        if self.plan.head.embedding_if_absent:
-            head, embedding = (planes(result, module) for module in self._head_and_embedding())
-            if head.keys() == embedding.keys() and all(_same(head[p], embedding[p], True) for p in head):
-                take(result, self._head_and_embedding()[0])
+        heads.leave_out_copy(self.plan, heads.HeadNames.of(self.plan), result)
         if self.spec.save_as == "per_expert":
             layout = next(each for each in self.spec.experts if isinstance(each, PerExpert))
             for i in range(self.tree.num_layers):
@@ -366,12 +301,3 @@ class WeightConverter:
 
     def _prefixed(self, name: str) -> str:
         return self.spec.prefixes[0] + name.removeprefix(self.wrapper)
-
-
-def _same(a: mx.array, b: mx.array, compare: bool) -> bool:
-    return a.shape == b.shape and (not compare or bool(mx.array_equal(a, b).item()))
-
-
-def _pattern(rule: str) -> re.Pattern[str]:
-    text = re.escape(rule).replace(re.escape("{layer}"), r"\d+").replace(re.escape("{expert}"), r"\d+")
-    return re.compile(text.replace(re.escape("*"), ".*"))

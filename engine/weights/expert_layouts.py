@@ -5,7 +5,6 @@ Legend: E experts, F expert width, D model width.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_experts.engine.weights.conversion_ops import SplitOperation
-from mlx_experts.engine.weights.tensor_tree import Tensors, Tree, planes, put, take
+from mlx_experts.engine.weights.tensor_tree import Tensors, Tree, module_tensors, name_of, put, take
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.spec import checkpoint as spec
+from mlx_experts.registry.spec.path_pattern import PathPattern
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def export_experts(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tenso
     Raises:
         TensorError: a projection is not there, so it would be missing from what is written.
     """
-    absent = [name for name in map(stack.module, range(len(stack.leaves))) if not planes(tensors, name)]
+    absent = [
+        name for name in map(stack.module, range(len(stack.leaves))) if not module_tensors(tensors, name)
+    ]
     if absent:
         raise TensorError("the experts of a layer are not complete", where=", ".join(absent))
     _BACKWARD[type(layout)](layout, stack, tensors, tree)
@@ -82,10 +84,10 @@ def stacked_modules(layout: spec.ExpertLayout, stack: ExpertStack, path: str) ->
     """The stacked modules that hold what ``layout`` keeps at ``path``; empty where none do."""
     leaves = [stack.module(i) for i in range(len(stack.leaves))]
     if isinstance(layout, spec.PerExpert):
-        match = re.fullmatch(re.escape(_base(layout, stack)) + r"\.\d+\.(.+)", path)
-        if match is None or match[1] not in layout.leaves:
+        match = _one_by_one(layout, stack).match(path)
+        if match is None or match.rest not in layout.leaves:
             return []
-        at, fused = layout.leaves.index(match[1]), layout.fused is not None
+        at, fused = layout.leaves.index(match.rest), layout.fused is not None
     else:
         sources = _sources(layout, stack)
         if path not in sources:
@@ -110,16 +112,21 @@ def _base(layout: spec.ExpertLayout, stack: ExpertStack) -> str:
     return f"{stack.layer}.{layout.path}" if layout.path else stack.layer
 
 
+def _one_by_one(layout: spec.PerExpert, stack: ExpertStack) -> PathPattern:
+    """The tensors of single experts; `*` is what follows an expert's number."""
+    return PathPattern(f"{_base(layout, stack)}.{{expert}}.*")
+
+
 def _sources(layout: spec.ExpertLayout, stack: ExpertStack) -> list[str]:
     base = _base(layout, stack)
     if isinstance(layout, spec.Stacked):
         return [f"{base}.{layout.fused}", f"{base}.{layout.down}"]
-    return [f"{base}.{leaf}" for leaf in layout.leaves]  # type: ignore[union-attr]
+    return [f"{base}.{leaf}" for leaf in layout.leaves]
 
 
-def _stacked_planes(tensors: Tensors, module: str) -> dict[str, str]:
-    """Names of a stacked module's planes; a raw tensor is its weight, `<name>_bias` its bias."""
-    names = {plane or "weight": f"{module}.{plane}" if plane else module for plane in planes(tensors, module)}
+def _stacked_tensors(tensors: Tensors, module: str) -> dict[str, str]:
+    """Names of a stacked module's tensors; a raw tensor is its weight, `<name>_bias` its bias."""
+    names = {s or "weight": name_of(module, s) for s in module_tensors(tensors, module)}
     if f"{module}_bias" in tensors:
         names["bias"] = f"{module}_bias"
     return names
@@ -127,13 +134,12 @@ def _stacked_planes(tensors: Tensors, module: str) -> dict[str, str]:
 
 def _present(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors) -> bool:
     if isinstance(layout, spec.PerExpert):
-        prefix = re.compile(re.escape(_base(layout, stack)) + r"\.\d+\.")
-        return any(prefix.match(name) for name in _under(tensors, _base(layout, stack)))
+        return any(map(_one_by_one(layout, stack).matches, tensors))
     sources = _sources(layout, stack)
     if isinstance(layout, spec.Split) and sources == [stack.module(i) for i in range(len(stack.leaves))]:
         return False
     # A down projection may have the same name in the tree; what is fused or renamed decides.
-    return bool(_stacked_planes(tensors, sources[0]))
+    return bool(_stacked_tensors(tensors, sources[0]))
 
 
 def _under(tensors: Tensors, base: str) -> list[str]:
@@ -166,7 +172,7 @@ def _faults(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tre
     for i, (source, shape) in enumerate(
         zip(_sources(layout, stack), _expected(layout, stack, tree), strict=True)
     ):
-        names = _stacked_planes(tensors, source)
+        names = _stacked_tensors(tensors, source)
         if "weight" not in names:
             faults.append(f"{source} is missing")
             continue
@@ -182,7 +188,7 @@ def _faults(layout: spec.ExpertLayout, stack: ExpertStack, tensors: Tensors, tre
         if got != want:
             faults.append(f"{names['weight']} has shape {list(got)}, expected {list(want)}")
         axes = 1 if isinstance(layout, spec.Flat) else 2
-        for name in (names[plane] for plane in names if plane not in ("weight", "global_scale")):
+        for name in (names[suffix] for suffix in names if suffix not in ("weight", "global_scale")):
             its = tensors[name].shape
             enough = its[:1] == shape[:1] or (i == 0 and extra and its[:1] > shape[:1])
             if len(its) < axes or not enough:
@@ -198,21 +204,21 @@ def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tens
     kinds: dict[str, set[str]] = {leaf: set() for leaf in layout.leaves}
     for leaf in layout.leaves:
         for e in range(stack.experts):
-            kinds[leaf] |= set(planes(tensors, f"{base}.{e}.{leaf}"))
+            kinds[leaf] |= set(module_tensors(tensors, f"{base}.{e}.{leaf}"))
     faults = []
     for leaf in layout.leaves:
-        for plane in kinds[leaf] or {"weight"}:
-            holes = [e for e in range(stack.experts) if f"{base}.{e}.{leaf}.{plane}" not in tensors]
+        for suffix in kinds[leaf] or {"weight"}:
+            holes = [e for e in range(stack.experts) if f"{base}.{e}.{leaf}.{suffix}" not in tensors]
             if holes:
                 shown = ", ".join(map(str, holes[:4])) + (" ..." if len(holes) > 4 else "")
                 faults.append(
-                    f"{base}.{{expert}}.{leaf}.{plane} is missing for {len(holes)} of {stack.experts} "
+                    f"{base}.{{expert}}.{leaf}.{suffix} is missing for {len(holes)} of {stack.experts} "
                     f"experts: {shown}"
                 )
                 continue
-            names = [f"{base}.{e}.{leaf}.{plane}" for e in range(stack.experts)]
+            names = [f"{base}.{e}.{leaf}.{suffix}" for e in range(stack.experts)]
             if len({tuple(tensors[name].shape) for name in names}) > 1:
-                faults.append(f"{base}.{{expert}}.{leaf}.{plane} is not of one shape in all experts")
+                faults.append(f"{base}.{{expert}}.{leaf}.{suffix} is not of one shape in all experts")
     beyond = _beyond(layout, stack, tensors)
     if beyond and not layout.extra_experts:
         faults.append(f"{base} numbers experts up to {max(beyond)}, the config says {stack.experts}")
@@ -221,12 +227,11 @@ def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tens
 
 def _beyond(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors) -> dict[int, list[str]]:
     """Tensors of experts past the last one, by the expert's number."""
-    base = _base(layout, stack)
-    numbered = re.compile(re.escape(base) + r"\.(\d+)\.")
+    numbered = _one_by_one(layout, stack)
     found: dict[int, list[str]] = {}
-    for name in _under(tensors, base):
-        if (match := numbered.match(name)) and int(match[1]) >= stack.experts:
-            found.setdefault(int(match[1]), []).append(name)
+    for name in tensors:
+        if (match := numbered.match(name)) and match.numbers["expert"] >= stack.experts:
+            found.setdefault(match.numbers["expert"], []).append(name)
     return found
 
 
@@ -244,8 +249,8 @@ def _from_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensor
     base = _base(layout, stack)
     for module, leaf in _per_expert_targets(layout, stack):
         each = [take(tensors, f"{base}.{e}.{leaf}") for e in range(stack.experts)]
-        for plane in each[0]:
-            put(tensors, module, {plane: mx.stack([values[plane] for values in each])})
+        for suffix in each[0]:
+            put(tensors, module, {suffix: mx.stack([values[suffix] for values in each])})
     for names in _beyond(layout, stack, tensors).values():
         for name in names:
             del tensors[name]
@@ -266,13 +271,13 @@ def _to_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors,
     if layout.fused:
         _halves(layout.fused, stack).backward(tensors, tree)
     for module, leaf in _per_expert_targets(layout, stack):
-        for plane, value in take(tensors, module).items():
+        for suffix, value in take(tensors, module).items():
             for e in range(stack.experts):
-                put(tensors, f"{base}.{e}.{leaf}", {plane: value[e]})
+                put(tensors, f"{base}.{e}.{leaf}", {suffix: value[e]})
 
 
 def _take_stacked(tensors: Tensors, module: str) -> dict[str, mx.array]:
-    return {plane: tensors.pop(name) for plane, name in _stacked_planes(tensors, module).items()}
+    return {suffix: tensors.pop(name) for suffix, name in _stacked_tensors(tensors, module).items()}
 
 
 def _turn(values: dict[str, mx.array], turn: bool) -> dict[str, mx.array]:
@@ -281,7 +286,7 @@ def _turn(values: dict[str, mx.array], turn: bool) -> dict[str, mx.array]:
 
 
 def _copied(values: dict[str, mx.array]) -> dict[str, mx.array]:
-    return {plane: mx.contiguous(value) for plane, value in values.items()}
+    return {suffix: mx.contiguous(value) for suffix, value in values.items()}
 
 
 def _from_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -294,7 +299,7 @@ def _from_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tr
         return
     scale = fused.get("global_scale")
     if scale is not None and scale.ndim == 2:
-        # One scale for each half: gate's and up's planes were quantised apart.
+        # One scale for each half: gate's and up's tensors were quantised apart.
         del fused["global_scale"]
         put(tensors, stack.module(0), {"global_scale": scale[:, 0]})
         put(tensors, stack.module(1), {"global_scale": scale[:, 1]})
@@ -308,7 +313,8 @@ def _whole(stack: ExpertStack) -> str:
 
 def _halves(order: str, stack: ExpertStack) -> SplitOperation:
     first = (0, 1) if order != "up_gate" else (1, 0)
-    return SplitOperation(_whole(stack), tuple(stack.module(i) for i in first), order == "interleaved")
+    targets = tuple(PathPattern(stack.module(i)) for i in first)
+    return SplitOperation(PathPattern(_whole(stack)), targets, order == "interleaved")
 
 
 def _to_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -320,13 +326,13 @@ def _to_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree
         _halves(layout.order, stack).backward(tensors, tree)
         fused = take(tensors, _whole(stack))
     for name, values in ((fused_name, fused), (down_name, down)):
-        for plane, value in _turn(values, layout.transposed).items():
-            if plane == "bias":
+        for suffix, value in _turn(values, layout.transposed).items():
+            if suffix == "bias":
                 tensors[f"{name}_bias"] = value
             elif set(values) <= {"weight", "bias"} and not layout.suffix:
                 tensors[name] = value
             else:
-                tensors[f"{name}.{plane}"] = value
+                tensors[f"{name}.{suffix}"] = value
 
 
 def _from_split(layout: spec.Split, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -343,21 +349,21 @@ def _from_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tr
     for i, source in enumerate(_sources(layout, stack)):
         values = _take_stacked(tensors, source)
         down = i == len(layout.leaves) - 1
-        for plane, value in values.items():
+        for suffix, value in values.items():
             cube = mx.unflatten(value, 0, (stack.experts, -1))
             put(
                 tensors,
                 stack.module(i),
-                {plane: mx.contiguous(cube.swapaxes(-1, -2)) if down and layout.down_transposed else cube},
+                {suffix: mx.contiguous(cube.swapaxes(-1, -2)) if down and layout.down_transposed else cube},
             )
 
 
 def _to_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
     for i, source in enumerate(_sources(layout, stack)):
         down = i == len(layout.leaves) - 1
-        for plane, value in take(tensors, stack.module(i)).items():
+        for suffix, value in take(tensors, stack.module(i)).items():
             turned = value.swapaxes(-1, -2) if down and layout.down_transposed else value
-            tensors[source if plane == "weight" else f"{source}.{plane}"] = turned.flatten(0, 1)
+            tensors[source if suffix == "weight" else f"{source}.{suffix}"] = turned.flatten(0, 1)
 
 
 _Carry = Callable[[Any, ExpertStack, Tensors, Tree], None]

@@ -1,4 +1,4 @@
-"""Carries latent attention's `kv_b_proj` into the two matrices that attend to latents directly.
+"""Turns latent attention's `kv_b_proj` into the two matrices that attend to latents directly.
 
 Legend: h heads, n key width, v value width, c latent width.
 """
@@ -16,27 +16,25 @@ from mlx_experts.engine.weights.quantization import Format, stored_format
 from mlx_experts.engine.weights.tensor_tree import (
     Tensors,
     Tree,
-    fill,
-    numbers_in,
-    per_layer,
-    planes,
+    module_tensors,
     put,
     take,
 )
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import QuantizationError, TensorError
+from mlx_experts.registry.spec.path_pattern import PathPattern
 from mlx_experts.registry.spec.values import Spec
 
 
 class AbsorbOptions(Spec):
-    """The operation takes no options: the sizes are those of the module tree."""
+    """The conversion takes no options: the sizes are those of the module tree."""
 
 
 @dataclass(frozen=True)
 class AbsorbOperation:
     """``kv_b_proj`` [h * (n + v), c] becomes ``embed_q`` [h, c, n] and ``unembed_out`` [h, v, c].
 
-    Quantised planes are unpacked and, where the new rows can be cut into groups, packed again in the
+    Quantised tensors are unpacked and, where the new rows can be cut into groups, packed again in the
     format that they had, as mlx-lm does; so what is saved are the two matrices. Full-precision
     matrices are joined again on the way back.
 
@@ -44,19 +42,19 @@ class AbsorbOperation:
         source: module path of ``kv_b_proj``.
     """
 
-    source: str
+    source: PathPattern
 
     def forward(self, tensors: Tensors, tree: Tree) -> bool:
         """Split every ``kv_b_proj`` that is there.
 
         Raises:
             TensorError: the model has no latent attention there, or the matrix has another shape.
-            QuantizationError: its planes fit no format.
+            QuantizationError: its quantised tensors fit no format.
         """
         done = False
-        for at in per_layer(self.source, tree):
-            module = fill(self.source, at)
-            if not planes(tensors, module):
+        for at in self.source.in_layers(tree.num_layers):
+            module = self.source.fill(at)
+            if not module_tensors(tensors, module):
                 continue
             embed, unembed = _targets(module)
             h, c, n, v = _sizes(module, tree)
@@ -77,10 +75,10 @@ class AbsorbOperation:
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
         """Join full-precision pairs; quantised ones keep the tree's names, which load as they are."""
-        for at in per_layer(self.source, tree):
-            module = fill(self.source, at)
+        for at in self.source.in_layers(tree.num_layers):
+            module = self.source.fill(at)
             targets = _targets(module)
-            if any(set(planes(tensors, target)) != {"weight"} for target in targets):
+            if any(set(module_tensors(tensors, target)) != {"weight"} for target in targets):
                 continue
             keys, values = (take(tensors, target)["weight"] for target in targets)
             joined = mx.concatenate([keys.swapaxes(-1, -2), values], axis=1)
@@ -88,7 +86,7 @@ class AbsorbOperation:
 
     def modules(self, path: str, tree: Tree) -> list[str]:
         """The two matrices that ``kv_b_proj`` becomes."""
-        return [path] if numbers_in(self.source, path) is None else list(_targets(path))
+        return list(_targets(path)) if self.source.matches(path) else [path]
 
 
 def _targets(module: str) -> tuple[str, str]:
@@ -114,10 +112,10 @@ def _unpacked(found: dict[str, mx.array], width: int, module: str) -> tuple[mx.a
     packing = stored_format(found, width) if "weight" in found else None
     if packing is None:
         raise QuantizationError(
-            "quantised planes fit no format that MLX has",
+            "quantised tensors fit no format that MLX has",
             where=module,
-            expected=f"planes of an input width {width}",
-            found=", ".join(f"{plane} {list(value.shape)}" for plane, value in found.items()),
+            expected=f"tensors of an input width {width}",
+            found=", ".join(f"{suffix} {list(value.shape)}" for suffix, value in found.items()),
         )
     weight = mx.dequantize(
         found["weight"],
@@ -141,12 +139,12 @@ def _packed(weight: mx.array, packing: Format | None) -> dict[str, mx.array]:
 
 
 def make_absorb(source: str, options: Mapping[str, Any]) -> AbsorbOperation:
-    """The operation on one module path."""
+    """The conversion of one module path."""
     read_options(AbsorbOptions, options, "the layout operation `absorb_kv`")
-    return AbsorbOperation(source)
+    return AbsorbOperation(PathPattern(source))
 
 
 @hookimpl
 def register_conversions() -> dict[str, Any]:
-    """The operation `absorb_kv`."""
+    """The conversion `absorb_kv`."""
     return {"absorb_kv": make_absorb}

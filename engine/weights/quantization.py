@@ -1,7 +1,7 @@
-"""Reading a checkpoint's quantisation: what is declared, checked against the planes that are stored.
+"""Reading a checkpoint's quantisation: what is declared, checked against the tensors that are stored.
 
-The declared (bits, group size, mode) is used when it fits the module's input width and the planes;
-otherwise the planes decide, with a notice; otherwise the tensor is refused.
+The declared (bits, group size, mode) is used when it fits the module's input width and the tensors;
+otherwise the tensors decide, with a notice; otherwise the tensor is refused.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
 # Every other mode of MLX allows one pair of bits and group size.
 FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+QUANTISED = ("weight", "scales", "biases", "global_scale")
 _SCALARS = ("group_size", "bits", "mode")
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one module's planes are packed."""
+    """How one module's tensors are packed."""
 
     bits: int
     group_size: int
@@ -61,8 +62,8 @@ class Places(Protocol):
     def modules(self, path: str) -> list[str]:
         """Module paths in the tree that a declared one stands for; empty where there is none."""
 
-    def drops(self, module: str) -> bool:
-        """Whether a rule drops the tensors of a module, as the checkpoint spells it."""
+    def ignores(self, module: str) -> bool:
+        """Whether a rule ignores the tensors of a module, as the checkpoint spells it."""
 
 
 class Reader:
@@ -70,7 +71,7 @@ class Reader:
 
     Args:
         entry: the config's quantisation entry.
-        places: carries declared module paths to the module tree, as tensor names are carried.
+        places: brings declared module paths to the module tree, as tensor names are brought.
     """
 
     def __init__(self, entry: Mapping[str, Any], places: Places) -> None:
@@ -80,7 +81,7 @@ class Reader:
         self._remarks: dict[str, list[str]] = {}
         self._as_declared, self._packed = True, False
         for key, value in entry.items():
-            if key in ("global_scale", *_SCALARS) or places.drops(key):
+            if key in ("global_scale", *_SCALARS) or places.ignores(key):
                 continue
             modules = places.modules(key)
             if not isinstance(value, Mapping | bool):
@@ -95,30 +96,30 @@ class Reader:
         """The format of one module, or None where its weight is stored in full precision.
 
         Raises:
-            QuantizationError: the planes fit no format.
+            QuantizationError: the tensors fit no format.
         """
         key, override = self._overrides.get(path, ("", None))
         if f"{path}.scales" not in tensors:
             if isinstance(override, Mapping):
                 self._note("quantisation entries are ignored, because the tensors are not quantised", key)
             return None
-        planes = {p: tensors.get(f"{path}.{p}") for p in ("weight", "scales", "biases", "global_scale")}
-        if planes["weight"] is None:
+        stored_tensors = {s: tensors.get(f"{path}.{s}") for s in QUANTISED}
+        if stored_tensors["weight"] is None:
             raise QuantizationError("scales without a weight", where=f"{path}.scales")
         self._packed = True
         width = module.weight.shape[-1]
-        stored, declared = stored_format(planes, width), self._declared(override)
+        stored, declared = stored_format(stored_tensors, width), self._declared(override)
         if stored is None:
-            shapes = ", ".join(f"{p} {_spelled(v)}" for p, v in planes.items() if v is not None)
+            shapes = ", ".join(f"{s} {_spelled(v)}" for s, v in stored_tensors.items() if v is not None)
             raise QuantizationError(
-                "quantised planes fit no format that MLX has",
+                "quantised tensors fit no format that MLX has",
                 where=path,
-                expected=f"planes of an input width {width}" + (f", {declared}" if declared else ""),
+                expected=f"tensors of an input width {width}" + (f", {declared}" if declared else ""),
                 found=shapes,
                 hint="check that config.json belongs to these weights",
             )
         if isinstance(override, Mapping) and override.get("mode") is None:
-            # The default's mode is meant, or, as MLX itself reads it, affine; the planes show which.
+            # The default's mode is meant, or, as MLX itself reads it, affine; the tensors show which.
             declared = self._declared({**override, "mode": stored.mode})
             self._as_declared &= stored.mode == "affine"
         if not declared:
@@ -145,7 +146,7 @@ class Reader:
         return self._as_declared and not self._unmatched
 
     def unpacked(self, path: str) -> None:
-        """Take note that a module's planes were unpacked, so that the entry does not hold for it."""
+        """Take note that a module's tensors were unpacked, so that the entry does not hold for it."""
         self._note("unpacked while loading, because the module has no quantised form", path)
 
     def _note(self, remark: str, name: str) -> None:
@@ -164,13 +165,13 @@ class Reader:
         return found
 
 
-def _spelled(plane: mx.array) -> str:
-    return f"{str(plane.dtype).removeprefix('mlx.core.')} {list(plane.shape)}"
+def _spelled(tensor: mx.array) -> str:
+    return f"{str(tensor.dtype).removeprefix('mlx.core.')} {list(tensor.shape)}"
 
 
-def stored_format(planes: Mapping[str, mx.array | None], width: int) -> Format | None:
-    """The one format that the planes of a module with this input width can be, or None."""
-    weight, scales, biases = planes.get("weight"), planes.get("scales"), planes.get("biases")
+def stored_format(tensors: Mapping[str, mx.array | None], width: int) -> Format | None:
+    """The one format that the tensors of a module with this input width can be, or None."""
+    weight, scales, biases = tensors.get("weight"), tensors.get("scales"), tensors.get("biases")
     assert weight is not None
     assert scales is not None
     if weight.ndim < 2 or scales.ndim < 2:
@@ -182,7 +183,7 @@ def stored_format(planes: Mapping[str, mx.array | None], width: int) -> Format |
     if packed * 32 % width:
         return None
     bits = packed * 32 // width
-    has_global = planes.get("global_scale") is not None
+    has_global = tensors.get("global_scale") is not None
     if biases is not None:
         fits = biases.shape == scales.shape and bits in AFFINE_BITS and group in AFFINE_GROUPS
         return Format(bits, group, "affine") if fits and scales.dtype != mx.uint8 else None
@@ -195,7 +196,7 @@ def stored_format(planes: Mapping[str, mx.array | None], width: int) -> Format |
 
 
 def _can_hold(module: nn.Module, found: Format) -> bool:
-    """Whether a module has a quantised form for these planes; a plain one has no room for a global scale."""
+    """Whether a module has a quantised form for these tensors; a plain one has no room for a global scale."""
     convert = getattr(type(module), "to_quantized", None)
     if convert is None:
         return False
@@ -203,7 +204,7 @@ def _can_hold(module: nn.Module, found: Format) -> bool:
 
 
 def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Reader) -> dict[str, Format]:
-    """Replace the modules whose planes are quantised, and unpack planes that a bare matrix receives.
+    """Replace the modules whose tensors are quantised, and unpack those that a bare matrix receives.
 
     Returns:
         The format of every quantised module, by path.
@@ -218,8 +219,7 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
             (formats if _can_hold(module, found) else bare)[path] = found
     for path, found in bare.items():
         reader.unpacked(path)
-        planes = ("weight", "scales", "biases", "global_scale")
-        values = {p: tensors.pop(f"{path}.{p}", None) for p in planes}
+        values = {s: tensors.pop(f"{path}.{s}", None) for s in QUANTISED}
         weight, scales = values["weight"], values["scales"]
         assert weight is not None
         assert scales is not None

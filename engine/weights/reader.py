@@ -45,26 +45,30 @@ _OWN_DTYPES = {"F4": mx.uint8, "F8_E5M2": mx.uint8, "F64": mx.float32}
 
 
 def load_arrays(
-    checkpoint: Checkpoint, progress: Callable[[int, int, str], None] | None = None
+    checkpoint: Checkpoint,
+    progress: Callable[[int, int, str], None] | None = None,
+    names: Iterable[str] | None = None,
 ) -> dict[str, mx.array]:
-    """All tensors of a checkpoint.
+    """Tensors of a checkpoint.
 
     Args:
         progress: called after each shard with (shards read, shards in all, file name).
+        names: those that are wanted; None for all.
 
     Raises:
         CheckpointError: a file is gone or damaged, is not what its header said, or holds a dtype that has
             no form in MLX.
     """
     by_file: dict[str, list[TensorInfo]] = defaultdict(list)
-    for info in checkpoint.tensors.values():
-        by_file[info.file].append(info)
+    wanted = list(checkpoint.tensors if names is None else names)
+    for name in wanted:
+        by_file[checkpoint.tensors[name].file].append(checkpoint.tensors[name])
     arrays: dict[str, mx.array] = {}
     for number, file in enumerate(checkpoint.files, 1):
         arrays.update(_load_file(file, by_file[file]))
         if progress is not None:
             progress(number, len(checkpoint.files), Path(file).name)
-    return {name: arrays[name] for name in checkpoint.tensors}
+    return {name: arrays[name] for name in wanted}
 
 
 def placeholder(info: TensorInfo) -> mx.array:
@@ -73,7 +77,7 @@ def placeholder(info: TensorInfo) -> mx.array:
     Raises:
         CheckpointError: the dtype has no form in MLX.
     """
-    return mx.zeros(_shape(info), dtype=_dtype(info))
+    return mx.zeros(array_shape(info), dtype=_dtype(info))
 
 
 def stored_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
@@ -147,7 +151,7 @@ def _array(raw: bytes, info: TensorInfo) -> mx.array:
         # A value beyond float32 becomes infinite, as in any cast.
         with np.errstate(over="ignore"):
             return mx.array(np.frombuffer(raw, np.float64).reshape(info.shape).astype(np.float32))
-    shape = _shape(info)
+    shape = array_shape(info)
     return mx.array(np.frombuffer(raw, np.uint8)).view(_dtype(info)).reshape(shape)
 
 
@@ -163,7 +167,12 @@ def _dtype(info: TensorInfo) -> mx.Dtype:
     return known[info.dtype]
 
 
-def _shape(info: TensorInfo) -> tuple[int, ...]:
+def array_shape(info: TensorInfo) -> tuple[int, ...]:
+    """The shape that ``load_arrays`` gives a tensor.
+
+    Raises:
+        CheckpointError: two values of four bits a byte end inside a byte.
+    """
     if info.dtype != "F4":
         return info.shape
     if not info.shape or info.shape[-1] % 2:

@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_experts.engine.layers.options import read_options
-from mlx_experts.engine.weights.tensor_tree import StaysInPlace, Tensors, Tree, fill, put
+from mlx_experts.engine.weights.tensor_tree import StaysInPlace, Tensors, Tree, put
 from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.spec.path_pattern import PathPattern
 from mlx_experts.registry.spec.values import Spec
 
 
@@ -24,19 +25,18 @@ class SharedRowOptions(Spec):
 class SharedRowOperation(StaysInPlace):
     """Every stack in ``source`` with one row more than there are routed experts is cut in two.
 
-    The cut runs along the experts, which no format packs, so it is exact on quantised planes too. What is
+    The cut runs along the experts, which no format packs, so it is exact on quantised tensors too. What is
     written keeps the two apart.
     """
 
-    source: str
-    target: str
+    source: PathPattern
+    target: PathPattern
 
     def forward(self, tensors: Tensors, tree: Tree) -> bool:
         """Move each stack's last row to the leaf of the same name in ``target``."""
         done = False
         for layer, experts in tree.experts.items():
-            at = {"{layer}": str(layer)}
-            source, target = fill(self.source, at), fill(self.target, at)
+            source, target = (path.fill({"layer": layer}) for path in (self.source, self.target))
             for name in [name for name in tensors if name.startswith(source + ".")]:
                 value = tensors[name]
                 if not value.ndim or value.shape[0] != experts + 1:
@@ -53,9 +53,8 @@ class SharedRowOperation(StaysInPlace):
 
 def make_shared_row(source: str, options: Mapping[str, Any]) -> SharedRowOperation:
     """The operation on one module path."""
-    return SharedRowOperation(
-        source, read_options(SharedRowOptions, options, "the layout operation `shared_row`").to
-    )
+    target = read_options(SharedRowOptions, options, "the layout operation `shared_row`").to
+    return SharedRowOperation(PathPattern(source), PathPattern(target))
 
 
 @hookimpl

@@ -18,8 +18,10 @@ class ConfigView:
     """
 
     def __init__(self, config: Mapping[str, Any], text_keys: tuple[str, ...] = ("text_config",)) -> None:
-        found = (_at(config, key) for key in text_keys)
-        nested = next((value for value in found if isinstance(value, Mapping)), None)
+        found = ((key, _at(config, key)) for key in text_keys)
+        self.nested, nested = next(
+            ((key, value) for key, value in found if isinstance(value, Mapping)), ("", None)
+        )
         self.levels: tuple[Mapping[str, Any], ...] = (config,) if nested is None else (nested, config)
 
     def get(self, key: str, outer: bool = False) -> Any:

@@ -58,10 +58,11 @@ def _print(r: Inspection) -> None:
     out.print(f"[bold]{r.family}[/bold] because {r.why}; {r.files} file(s) at {r.where}")
     print_table("layers", ("count", "kind"), [(n, kind) for kind, n in r.layers.items()])
     tensors = [(f"{r.claimed} claimed", "")]
-    tensors += [(f"{n} dropped by rule", rule) for rule, n in r.dropped.items()]
+    tensors += [(f"{n} ignored by rule", rule) for rule, n in r.ignored.items()]
     tensors += [("UNCLAIMED", name) for name in r.unclaimed]
     tensors += [("MISSING", name) for name in r.missing]
     tensors += [("WRONG SHAPE", text) for text in r.misshapen[:8]]
+    tensors += [("WRONG DTYPE", text) for text in r.mistyped[:8]]
     tensors += [("PROBLEM", text) for text in r.problems]
     print_table("tensors", ("state", "pattern"), tensors)
     if r.weight_bytes:

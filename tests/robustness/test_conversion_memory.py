@@ -41,7 +41,7 @@ def fused(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dic
     }
     model, config = lab.tiny("qwen3_moe", stated)
     narrow = {name: value.astype(mx.bfloat16) for name, value in lab.parameters(model).items()}
-    disk = model.converter.save(narrow, 1)
+    disk = model.converter.export(narrow, 1)
     assert disk["model.layers.0.mlp.experts.gate_up_proj"].nbytes == FUSED
     return lab.write(tmp_path_factory.mktemp("fused"), disk, config), narrow
 

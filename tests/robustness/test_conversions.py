@@ -21,7 +21,7 @@ def kernels(model: Any) -> list[str]:
     found = []
     for op in model.converter.ops:
         if isinstance(op, ConvOperation):
-            names = [op.target.replace("{layer}", str(i)) for i in range(model.args.plan.sizes.num_layers)]
+            names = [op.target.fill({"layer": i}) for i in range(model.args.plan.sizes.num_layers)]
             found += [name for name in names if name in model.converter.tree.shapes]
     return found
 
@@ -40,7 +40,7 @@ def test_an_original_is_shifted_and_a_conversion_that_keeps_its_prediction_head_
     model, config = lab.tiny(name)
     want = lab.parameters(model)
     converted = model.converter.written(want) | head(model)
-    original = model.converter.save(want, 0) | head(model)
+    original = model.converter.export(want, 0) | head(model)
     norms = [n for n in want if model.converter._is_centred_norm(n)]
     assert norms
     assert sum(mx.array_equal(original.get(n, mx.array(0)), want[n]).item() for n in norms) == 0
@@ -59,7 +59,7 @@ def test_the_kernels_tell_an_original_even_where_experts_were_rearranged(
     """Experts one by one beside converted kernels are no original; stacked ones beside raw kernels are."""
     model, config = lab.tiny(name)
     want = lab.parameters(model)
-    raw = model.converter.save(want, 0)
+    raw = model.converter.export(want, 0)
     tree = model.converter.written(want)
     tensors = dict(tree)
     if turned:

@@ -90,8 +90,8 @@ def test_layers_past_the_last_one_are_dropped_and_counted_in_every_spelling(name
         extra = head if spelling is None else spelled(model, head, spelling)
         carried = model.convert({**lab.parameters(model), **extra})
         assert lab.same(carried.tensors, lab.parameters(model)) == [], spelling
-        assert sum(carried.dropped.values()) == len(head)
-        assert any("past the last layer" in rule for rule in carried.dropped)
+        assert sum(carried.ignored.values()) == len(head)
+        assert any("past the last layer" in rule for rule in carried.ignored)
 
 
 @pytest.mark.report("LAY-20")
@@ -108,7 +108,7 @@ def test_prediction_heads_are_dropped_by_their_declared_rule(name: str, rule: st
     }
     carried = model.convert({**lab.parameters(model), **head})
     assert lab.same(carried.tensors, lab.parameters(model)) == []
-    assert carried.dropped[rule] == len(head)
+    assert carried.ignored[rule] == len(head)
 
 
 @pytest.mark.report("LAY-20")
@@ -118,7 +118,7 @@ def test_a_head_that_is_announced_and_absent_is_no_error(name: str, lab: Any, tm
     config |= {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
     loaded, _, report = lab.load(lab.write(tmp_path, lab.parameters(model), config))
     assert lab.distance(lab.logits(loaded), lab.logits(model)) < 1e-6
-    assert report.dropped == {}
+    assert report.ignored == {}
 
 
 @pytest.mark.report("LAY-20")
@@ -139,12 +139,12 @@ def test_a_quantised_trunk_loads_beside_a_head_in_another_format_and_says_what_w
     del config["quantization"]
     truth, _, _ = lab.load(lab.write(tmp_path / "plain", values, config))
     assert lab.distance(lab.logits(loaded), lab.logits(truth)) < 1e-4
-    assert report.dropped == {"mtp.*": len(head) + len(fp8)}
+    assert report.ignored == {"mtp.*": len(head) + len(fp8)}
     assert report.notices == []
     assert {str(found) for found in report.formats.values()} == {"affine 4-bit group 32"}
     foretold = inspect_checkpoint(Checkpoint.open(folder))
     assert foretold.loadable
-    assert foretold.dropped == report.dropped
+    assert foretold.ignored == report.ignored
 
 
 @pytest.mark.report("DRP-07")
@@ -162,7 +162,7 @@ def test_towers_are_dropped_by_name_and_wrappers_stay_with_the_text(
     # The originals' zero-centred norms are read as such.
     centred = model.plan.family.norm.offset == "load" and spelling == "outer"
     assert [n for n in odd if not (centred and "norm" in n)] == []
-    assert sum(carried.dropped.values()) == len(towers)
+    assert sum(carried.ignored.values()) == len(towers)
 
 
 @pytest.mark.report("DRP-07")
@@ -209,7 +209,7 @@ def test_pruned_layers_load_in_every_layout_and_run(name: str, lab: Any, tmp_pat
     for index, layout in enumerate(model.converter.spec.experts):
         if getattr(layout, "packed", None):
             continue
-        disk = model.converter.save(lab.parameters(model), index)
+        disk = model.converter.export(lab.parameters(model), index)
         loaded, _, _ = lab.load(lab.write(tmp_path / str(index), disk, config))
         assert lab.distance(lab.logits(loaded), lab.logits(model)) < 1e-6
         stacks = [
@@ -225,7 +225,7 @@ def test_a_router_with_other_rows_than_its_stack_is_refused(lab: Any, tmp_path: 
     model, config = lab.tiny("mixtral", {"num_local_experts": 4})
     pruned, _ = lab.tiny("mixtral", {"num_local_experts": [4, 2, 4, 4]})
     for index in (0, 1):
-        disk = pruned.converter.save(lab.parameters(pruned), index)
+        disk = pruned.converter.export(lab.parameters(pruned), index)
         with pytest.raises(TensorError) as caught:
             lab.load(lab.write(tmp_path / str(index), disk, config))
         assert "layers.1." in str(caught.value)

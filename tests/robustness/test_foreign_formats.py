@@ -51,7 +51,7 @@ def one_by_one(lab: Any, name: str, stated: dict[str, Any] | None = None) -> tup
     model, config = lab.tiny(name, stated)
     experts = model.converter.spec.experts
     index = next(i for i, e in enumerate(experts) if isinstance(e, PerExpert) and not e.fused)
-    return model.converter.save(lab.parameters(model), index), config
+    return model.converter.export(lab.parameters(model), index), config
 
 
 @pytest.mark.report("QNT-16")
@@ -105,7 +105,7 @@ def test_gate_and_up_keep_scales_of_their_own_one_by_one(name: str, lab: Any, tm
 def test_a_fused_stack_is_cut_with_its_scales(apart: bool, lab: Any, tmp_path: Path) -> None:
     """[experts, 2] scales, one for each half, or [experts, 1] for both."""
     model, config = lab.tiny("qwen3_5_moe")
-    disk = model.converter.save(lab.parameters(model), 1)
+    disk = model.converter.export(lab.parameters(model), 1)
     values = dict(disk)
     for name in [n for n in disk if n.endswith("experts.gate_up_proj")]:
         weight = disk.pop(name)

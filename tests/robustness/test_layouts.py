@@ -44,7 +44,7 @@ def spelled(lab: Any, model: Model, layout: int | None) -> dict[str, mx.array]:
     """The model in a declared layout, or for None with gate and up joined in the tree's container."""
     params = lab.parameters(model)
     if layout is not None:
-        return model.converter.save(params, layout)
+        return model.converter.export(params, layout)
     for i in model.plan.moe_layers:
         stack = model.converter.stack(i)
         own = own_fused_layout(stack.container.removeprefix(f"{stack.layer}."))
@@ -82,7 +82,7 @@ def test_experts_one_by_one_under_a_wrappers_prefix_give_the_logits_of_the_fused
             f"model.language_model.{name.removeprefix('model.')}"
             if name.startswith("model.")
             else name: value
-            for name, value in shuffled(model.converter.save(lab.parameters(model), index)).items()
+            for name, value in shuffled(model.converter.export(lab.parameters(model), index)).items()
         }
         for index in (0, 1)
     )
@@ -101,7 +101,7 @@ def test_a_missing_expert_is_named_and_nothing_is_consumed(name: str, index: int
     model, _ = lab.tiny(name)
     layout = model.converter.spec.experts[index]
     stack = model.converter.stack(model.plan.moe_layers[0])
-    disk = model.converter.save(lab.parameters(model), index)
+    disk = model.converter.export(lab.parameters(model), index)
     gone = next(n for n in disk if n.endswith(f"{layout.path.split('.')[-1]}.2.{layout.leaves[-1]}.weight"))
     lacking = {n: v for n, v in disk.items() if n != gone}
     before = dict(lacking)
@@ -115,7 +115,7 @@ def test_a_missing_expert_is_named_and_nothing_is_consumed(name: str, index: int
 @pytest.mark.report("LAY-05")
 def test_a_leaf_that_no_expert_has_is_named(lab: Any) -> None:
     model, _ = lab.tiny("mixtral")
-    disk = model.converter.save(lab.parameters(model), 0)
+    disk = model.converter.export(lab.parameters(model), 0)
     with pytest.raises(TensorError, match=r"w3\.weight is missing for 8 of 8 experts"):
         model.convert({n: v for n, v in disk.items() if ".w3." not in n})
 
@@ -126,7 +126,7 @@ def test_a_lenient_load_in_mlx_lm_is_strict_about_experts(name: str, lab: Any, t
     """One expert lacks a matrix, or every layer lacks its stack of down projections."""
     model, config = lab.tiny(name)
     index = next(i for i, e in enumerate(model.converter.spec.experts) if isinstance(e, PerExpert))
-    disk = model.converter.save(lab.parameters(model), index)
+    disk = model.converter.export(lab.parameters(model), index)
     one = next(n for n in disk if ".2." in n and n.endswith("weight") and "experts" in n)
     stacked = lab.parameters(model)
     down = tuple(model.converter.stack(i).module(-1) for i in model.plan.moe_layers)
@@ -154,7 +154,7 @@ def test_stacks_under_either_container_name_give_the_logits_of_the_original(
     stored = {n.replace(".switch_glu.", f".{container}."): v for n, v in stored.items()}
     assert any(f".experts.{container}.gate_proj." in n for n in stored)
     loaded, _, report = lab.load(lab.write(tmp_path / "stacks", stored, config))
-    raw = model.converter.save(values, 0)
+    raw = model.converter.export(values, 0)
     config.pop("quantization", None)
     original, _, _ = lab.load(lab.write(tmp_path / "raw", raw, config))
     assert lab.distance(lab.logits(loaded), lab.logits(original)) < 1e-5
@@ -183,7 +183,7 @@ def gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray, one
 def test_numbered_matrices_are_gate_up_and_down(name: str, index: int, lab: Any) -> None:
     """One expert in numpy, from the tensors as the file names them, gate and up swapped to see it differ."""
     model, config = lab.tiny(name)
-    disk = model.converter.save(lab.parameters(model), index)
+    disk = model.converter.export(lab.parameters(model), index)
     up_leaf = "v1" if any(".v1." in n for n in disk) else "w3"
     base = next(n for n in disk if n.endswith(".3.w1.weight")).removesuffix("w1.weight")
     gate, up, down = (np.array(disk[f"{base}{leaf}.weight"]) for leaf in ("w1", up_leaf, "w2"))

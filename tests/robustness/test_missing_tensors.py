@@ -15,7 +15,7 @@ from mlx_lm.utils import quantize_model
 from mlx_experts import save_model
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
-from mlx_experts.engine.weights.audit import check_account
+from mlx_experts.engine.weights.audit import audit
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import CheckpointError, ConfigError, TensorError
@@ -43,8 +43,8 @@ def test_every_value_goes_out_in_every_layout_and_comes_back(name: str, lab: Any
     for index, layout in enumerate(model.converter.spec.experts):
         if getattr(layout, "packed", None):
             continue
-        back = model.convert(model.converter.save(want, index)).tensors
-        check_account({n: v.shape for n, v in want.items()}, back, name)
+        back = model.convert(model.converter.export(want, index)).tensors
+        audit(want, back).check(name)
         assert lab.same(back, want) == []
 
 
@@ -55,7 +55,7 @@ def test_no_expert_of_a_converted_checkpoint_is_a_fresh_one(name: str, lab: Any,
     model, config = lab.tiny(name)
     want = lab.parameters(model)
     fresh = lab.parameters(build_tiny(catalog().load(name), config, seed=3))
-    first, saved, _ = lab.load(lab.write(tmp_path / "one", model.converter.save(want, 0), config))
+    first, saved, _ = lab.load(lab.write(tmp_path / "one", model.converter.export(want, 0), config))
     save_model(tmp_path / "two", first, saved)
     converted = lab.parameters(lab.load(tmp_path / "two")[0])
     experts = {
@@ -76,7 +76,7 @@ def test_writing_a_layout_from_tensors_that_lack_a_projection_is_an_error(name: 
     lacking = {n: v for n, v in lab.parameters(model).items() if not n.startswith(module)}
     for index in range(len(model.converter.spec.experts)):
         with pytest.raises(TensorError, match="not complete") as caught:
-            model.converter.save(lacking, index)
+            model.converter.export(lacking, index)
         assert caught.value.where == module
 
 
@@ -224,9 +224,8 @@ def test_a_dense_mlp_is_never_built_over_experts_nor_experts_over_a_dense_mlp(na
     dense, _ = lab.tiny(name, with_a_dense_layer(name, config, layer))
     assert layer not in dense.plan.moe_layers
     for built, disk in ((dense, model), (model, dense)):
-        shapes = {n: v.shape for n, v in lab.parameters(built).items()}
         with pytest.raises(TensorError) as caught:
-            check_account(shapes, built.convert(lab.parameters(disk)).tensors, name)
+            audit(lab.parameters(built), built.convert(lab.parameters(disk)).tensors).check(name)
         assert "without a tensor" in caught.value.found
         assert "no rule claims" in caught.value.found
 

@@ -85,7 +85,7 @@ def test_modes_without_biases_need_none_beside_float_and_foreign_modules(
     truth, _, _ = lab.load(lab.write(tmp_path / "plain", values, config))
     assert lab.distance(lab.logits(loaded), lab.logits(truth)) < 1e-4
     assert report.notices == []
-    assert sum(report.dropped.values()) == len(extra)
+    assert sum(report.ignored.values()) == len(extra)
 
 
 MIXES = [

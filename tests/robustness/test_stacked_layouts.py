@@ -59,8 +59,8 @@ def test_fp8_experts_with_block_scales_are_decoded_before_they_are_stacked(
     name: str, index: int, lab: Any
 ) -> None:
     model, _ = lab.tiny(name)
-    stored, values = encode(model.converter.save(lab.parameters(model), index))
-    kept, _ = model.converter.sift(stored)
+    stored, values = encode(model.converter.export(lab.parameters(model), index))
+    kept, _ = model.converter.ignore(stored)
     decoded = decode_encodings(kept, FP8, dense=mx.float32)
     want = model.convert(values).tensors
     got = model.convert(decoded.weights).tensors
@@ -73,7 +73,7 @@ def test_block_scales_hold_where_a_width_is_no_multiple_of_the_block(
     width: int, lab: Any, tmp_path: Path
 ) -> None:
     model, config = lab.tiny("qwen3_5_moe", {"text_config": {"hidden_size": width}})
-    stored, values = encode(model.converter.save(lab.parameters(model), 0))
+    stored, values = encode(model.converter.export(lab.parameters(model), 0))
     scale = next(v for n, v in stored.items() if n.endswith("experts.0.gate_proj.weight_scale_inv"))
     assert scale.shape == (1, -(-width // 128))
     truth, _, _ = lab.load(lab.write(tmp_path / "plain", values, config))
@@ -87,8 +87,8 @@ def test_block_scales_hold_where_a_width_is_no_multiple_of_the_block(
 def test_fp8_bytes_without_their_scale_are_refused_in_every_family(declared: bool, lab: Any) -> None:
     for name, index in PER_EXPERT:
         model, _ = lab.tiny(name)
-        stored, _ = encode(model.converter.save(lab.parameters(model), index))
-        bare, _ = model.converter.sift({n: v for n, v in stored.items() if not n.endswith("scale_inv")})
+        stored, _ = encode(model.converter.export(lab.parameters(model), index))
+        bare, _ = model.converter.ignore({n: v for n, v in stored.items() if not n.endswith("scale_inv")})
         with pytest.raises(QuantizationError, match="no scale that explains it"):
             decode_encodings(bare, FP8 if declared else {})
 
@@ -111,7 +111,7 @@ def fused_of(model: Model, index: int, disk: dict[str, mx.array]) -> list[str]:
 @pytest.mark.parametrize(("name", "index"), TURNED)
 def test_a_square_stack_is_read_in_the_declared_orientation(name: str, index: int, lab: Any) -> None:
     model = square(name)
-    disk = model.converter.save(lab.parameters(model), index)
+    disk = model.converter.export(lab.parameters(model), index)
     fused = fused_of(model, index, disk)
     assert fused
     assert all(disk[n].shape[-2:] == (64, 64) for n in fused)
@@ -125,7 +125,7 @@ def test_a_square_stack_of_the_other_orientation_is_refused_by_its_down_projecti
 ) -> None:
     model = square(name)
     index = next(i for i, e in enumerate(model.converter.spec.experts) if isinstance(e, Stacked))
-    disk = model.converter.save(lab.parameters(model), index)
+    disk = model.converter.export(lab.parameters(model), index)
     turned = {
         n: v.swapaxes(-1, -2) if (v.ndim == 3 and "expert" in n) or "linear" in n else v
         for n, v in disk.items()
@@ -147,7 +147,7 @@ def test_two_declared_orientations_that_fit_alike_are_an_error(lab: Any, tmp_pat
     family = catalog(tmp_path).load("two_ways")
     config = {**tiny_config(family), "hidden_size": 64, "moe_intermediate_size": 64}
     model = build_tiny(family, config)
-    disk = model.converter.save(lab.parameters(model), 1)
+    disk = model.converter.export(lab.parameters(model), 1)
     with pytest.raises(TensorError, match="their shapes cannot tell which it is"):
         model.convert(disk)
 
@@ -158,7 +158,7 @@ def test_turned_stacks_are_quantised_along_their_input(name: str, lab: Any, tmp_
     model, config = lab.tiny(name)
     params = lab.parameters(model)
     index = next(i for n, i in TURNED if n == name)
-    disk = model.converter.save(params, index)
+    disk = model.converter.export(params, index)
     fused = fused_of(model, index, disk)[0]
     stack = model.converter.stack(model.plan.moe_layers[0])
     experts, width, columns = params[f"{stack.module(0)}.weight"].shape
@@ -179,7 +179,7 @@ def test_turned_stacks_are_quantised_along_their_input(name: str, lab: Any, tmp_
 def test_planes_that_were_packed_along_the_output_are_refused(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
     index = next(i for n, i in TURNED if n == name)
-    disk = model.converter.save(lab.parameters(model), index)
+    disk = model.converter.export(lab.parameters(model), index)
     fused = fused_of(model, index, disk)[0]
     planes = mx.quantize(disk.pop(fused), group_size=32, bits=4)
     base = fused.removesuffix(".weight")
@@ -197,7 +197,7 @@ def numbered_rows(experts: int, rows: int, columns: int) -> mx.array:
 @pytest.mark.parametrize("packed", [False, True])
 def test_interleaved_rows_and_their_biases_go_to_gate_and_up_in_turn(packed: bool, lab: Any) -> None:
     model, _ = lab.tiny("gpt_oss")
-    disk = model.converter.save(lab.parameters(model), 0)
+    disk = model.converter.export(lab.parameters(model), 0)
     base = "model.layers.1.mlp.experts"
     experts, width, columns = lab.parameters(model)[f"{base}.gate_proj.weight"].shape
     rows = numbered_rows(experts, 2 * width, columns)
@@ -231,7 +231,7 @@ def test_joined_rows_go_to_gate_and_up_by_halves(name: str, lab: Any) -> None:
         for i, e in enumerate(model.converter.spec.experts)
         if isinstance(e, Stacked) and not e.transposed and e.order == "gate_up"
     )
-    disk = model.converter.save(lab.parameters(model), index)
+    disk = model.converter.export(lab.parameters(model), index)
     for fused in fused_of(model, index, disk):
         disk[fused] = numbered_rows(*disk[fused].shape)
     got = model.convert(disk).tensors
@@ -246,7 +246,7 @@ def test_joined_rows_go_to_gate_and_up_by_halves(name: str, lab: Any) -> None:
 @pytest.mark.parametrize("part", ["gate_up_proj_bias", "down_proj_bias"])
 def test_a_bias_that_is_not_one_row_an_expert_is_named(part: str, shape: tuple[int, ...], lab: Any) -> None:
     model, _ = lab.tiny("gpt_oss")
-    disk = model.converter.save(lab.parameters(model), 0)
+    disk = model.converter.export(lab.parameters(model), 0)
     name = next(n for n in disk if n.endswith(part))
     before = {**disk, name: mx.zeros(shape)}
     with pytest.raises(TensorError) as caught:

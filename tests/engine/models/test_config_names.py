@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_experts.engine.kernels import activations
-from mlx_experts.engine.weights.conversion_ops import PickOperation
+from mlx_experts.engine.weights.conversion_ops import PickOperation, make_operation
 from mlx_experts.engine.weights.tensor_tree import Tree
 from mlx_experts.registry.spec.checkpoint import PickOp
 
@@ -32,7 +32,10 @@ def test_function_of_one_argument_is_the_one_on_the_gate_of_a_glu(word: str, glu
 
 def operation(**stated: object) -> PickOperation:
     source, target = "layers.{layer}.gate.weight", "layers.{layer}.router.weight"
-    return PickOperation(PickOp.model_validate({"op": "pick", "from": source, "to": target, **stated}))
+    declared = PickOp.model_validate({"op": "pick", "from": source, "to": target, **stated})
+    made = make_operation(declared, lambda value: value, lambda name: None)
+    assert isinstance(made, PickOperation)
+    return made
 
 
 def test_matrix_is_turned_there_and_back() -> None:

@@ -48,7 +48,7 @@ def test_gate_and_up_fused_in_each_expert_are_cut_in_the_declared_order() -> Non
     layouts = model.converter.spec.experts
     index = next(i for i, each in enumerate(layouts) if isinstance(each, PerExpert) and each.fused)
     want = parameters(model)
-    disk = model.converter.save(want, index)
+    disk = model.converter.export(want, index)
     fused = disk["model.layers.0.mlp.experts.1.gate_and_up_proj.weight"]
     up = want["model.layers.0.mlp.switch_mlp.up_proj.weight"][1]
     assert mx.array_equal(fused[: up.shape[0]], up).item()
@@ -87,7 +87,7 @@ def test_full_precision_and_packed_experts_of_one_name_are_told_apart_when_shape
     # Twice the expert width equals the model's: a square matrix shows nothing.
     model, _ = tiny("gpt_oss", hidden_size=64, intermediate_size=32)
     want = parameters(model)
-    disk = model.converter.save(want, 0)
+    disk = model.converter.export(want, 0)
     assert disk["model.layers.0.mlp.experts.gate_up_proj"].shape[-2:] == (64, 64)
     assert same(model.convert(disk).tensors, want)
 
@@ -106,7 +106,7 @@ def test_parameters_that_converters_throw_away_are_zero_and_the_load_says_so(tmp
 def test_a_model_without_such_parameters_lacks_none() -> None:
     model, _ = tiny("ernie4_5_moe", moe_layer_start_index=99)
     assert not any(name.endswith("e_score_correction_bias") for name in parameters(model))
-    assert not model.convert(parameters(model)).lacking
+    assert not model.convert(parameters(model)).missing
 
 
 def test_checkpoint_that_lacks_some_of_what_it_may_lack_is_refused(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_quantisation_entry_of_one_expert_reaches_the_stacked_module() -> None:
 
 def test_experts_of_unequal_shapes_are_named_before_anything_is_stacked() -> None:
     model, _ = tiny("qwen3_moe")
-    disk = model.converter.save(parameters(model), 0)
+    disk = model.converter.export(parameters(model), 0)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     disk[name] = disk[name][:-1]
     with pytest.raises(TensorError, match="not of one shape in all experts"):
