@@ -1,17 +1,17 @@
 """Chooses the path of every expert call: the fused kernel where its gate accepts, else gathered products.
 
 The choice is made once for each kind of call on a layer's weights and kept until a projection or one of its
-arrays is replaced (by quantising, by an adapter, by loading). The hot path compares identities, calls the
-path and counts the call; it reads no environment and no file. Threads that meet at a
-first call may each decide; the last decision stays.
+arrays is replaced (by quantising, by an adapter, by loading). A block hands over modules that it has bound;
+the hot path compares what MLX's own leaves hold, calls the path and counts the call. It reads no environment
+and no file. Threads that meet at a first call may each decide; the last decision stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from operator import is_
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,8 +19,9 @@ import mlx.nn as nn
 
 from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache, verify
 from mlx_experts.engine.dispatch.policy import Policy
-from mlx_experts.engine.dispatch.trace import TraceKey, rows_label, trace
+from mlx_experts.engine.dispatch.trace import Tally, TraceKey, rows_label, trace
 from mlx_experts.engine.kernels import FusedRun, expert_weights, fused_kernel, gather
+from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.kernels.request import (
     Accept,
     Activation,
@@ -42,33 +43,18 @@ def current_device() -> Device:
     return "cpu" if mx.default_device().type == mx.DeviceType.cpu else _gpu()
 
 
-class Beside(NamedTuple):
-    """A shared expert that stands beside the routed ones.
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What one kind of call does.
 
     Args:
-        parts: its projections, as ``MLP.projections`` names them.
-        activation: between them.
-        gate: the layer of one output whose sigmoid weighs it, or None.
-        add: adds it to the routed experts' output, where the kernel does not.
+        run: the fused kernel, or None for gathered products.
+        tally: counts the calls.
+        adds_shared: the kernel adds the shared expert.
     """
 
-    parts: dict[str, nn.Module]
-    activation: Activation
-    gate: nn.Module | None
-    add: Callable[[mx.array], mx.array]
-
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Every module that a decision depends on."""
-        return (*self.parts.values(), *(() if self.gate is None else (self.gate,)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Decision:
-    """What one kind of call does."""
-
     run: FusedRun | None
-    key: TraceKey
-    note: str
+    tally: Tally
     adds_shared: bool = False
 
 
@@ -79,15 +65,15 @@ class _Decided(NamedTuple):
     while another replaces the weights is never found beside the new ones.
     """
 
-    seen: expert_weights.Snapshot
-    by_kind: dict[tuple[object, ...], _Decision]
+    held: expert_weights.Held
+    by_kind: dict[tuple[object, ...], Decision]
 
 
 def _shared(
-    request: KernelRequest, asked: Policy, beside: Beside, dtype: mx.Dtype
+    request: KernelRequest, asked: Policy, modules: SharedModules, dtype: mx.Dtype
 ) -> expert_weights.SharedExpertWeights | Decline:
     """The shared expert for the kernel that takes this request, or why it is added apart."""
-    packed = expert_weights.read_shared(beside.parts, beside.activation, beside.gate)
+    packed = expert_weights.read_shared(*modules)
     read = (
         None if packed is None else expert_weights.shared_request(packed, dtype=dtype, device=request.device)
     )
@@ -112,27 +98,19 @@ class ExpertDispatch:
 
     def __init__(self, layer: str, activation: Activation, fused: bool | None = None) -> None:
         self.layer, self.activation, self.fused = layer, activation, fused
-        self._decided: _Decided | None = None
+        self._bound: BoundExperts | None = None
 
     def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
         return type(self), (self.layer, self.activation, self.fused)
 
-    def __call__(
-        self,
-        container: nn.Module,
-        x: mx.array,
-        indices: mx.array,
-        weights: mx.array,
-        beside: Beside | None = None,
-    ) -> mx.array:
-        """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row, and the shared expert if any.
+    def __call__(self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
 
         Args:
             container: an expert container of mlx-lm (``gate_proj, up_proj, down_proj`` or ``fc1, fc2``).
             x: ``[..., H]``.
             indices: ``[..., K]`` integers below E, in any order.
             weights: ``[..., K]`` float32.
-            beside: the shared expert, added in the same launches where they can.
 
         Returns:
             ``[..., H]`` in the dtype of ``x``: summed in float32 and rounded once.
@@ -140,36 +118,25 @@ class ExpertDispatch:
         Raises:
             SettingError: a setting in the environment cannot be read.
         """
-        rows = prod(x.shape[:-1])
-        device = current_device()
-        kind = (rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
-        others = () if beside is None else beside.modules()
-        decided = self._decided
-        if decided is None or not decided.seen.holds(container, others):
-            decided = self._decided = _Decided(expert_weights.Snapshot.of(container, others), {})
-        decision = decided.by_kind.get(kind)
-        if decision is None:
-            decision = self._decide(container, x, rows, indices.shape[-1], device, beside)
-            decided.by_kind[kind] = decision
-        if decision.run is not None:
-            y = decision.run(x, indices, weights)
-            if not isinstance(y, Decline):
-                trace.add(decision.key, decision.note)
-                return y if beside is None or decision.adds_shared else beside.add(y)
-            decision = self._gathered(rows, y)
-        trace.add(decision.key, decision.note)
-        y = gather.experts(container, self.activation, x, indices, weights)
-        return y if beside is None else beside.add(y)
+        bound = self._bound
+        if bound is None or bound.container is not container:
+            bound = self._bound = self.bind(container)
+        return bound(x, indices, weights, current_device())[0]
 
-    def _decide(
+    def bind(self, container: nn.Module, shared: SharedModules | None = None) -> BoundExperts:
+        """The calls for one container, and the shared expert that the launches may add."""
+        return BoundExperts(self, container, shared)
+
+    def decide(
         self,
         container: nn.Module,
         x: mx.array,
         rows: int,
         top_k: int,
         device: Device,
-        beside: Beside | None,
-    ) -> _Decision:
+        shared: SharedModules | None,
+    ) -> Decision:
+        """What a kind of call does from now on; see :class:`BoundExperts`."""
         experts = expert_weights.read(container, self.activation)
         request = expert_weights.request_of(
             experts,
@@ -182,8 +149,11 @@ class ExpertDispatch:
         )
         asked = policy.resolve(device, self.fused, tuned=tuning_cache.bound(device))
         offered, said = self._registered(request, asked, experts, container, x)
-        decision = offered or self._own(request, asked, experts, container, x, beside)
-        return replace(decision, note="; ".join(filter(None, (decision.note, *said))))
+        decision = offered or self._own(request, asked, experts, container, x, shared)
+        if not said:
+            return decision
+        note = "; ".join(filter(None, (decision.tally.note, *said)))
+        return replace(decision, tally=trace.tally(decision.tally.key, note))
 
     def _own(
         self,
@@ -192,30 +162,31 @@ class ExpertDispatch:
         experts: expert_weights.ExpertWeights | None,
         container: nn.Module,
         x: mx.array,
-        beside: Beside | None,
-    ) -> _Decision:
+        shared: SharedModules | None,
+    ) -> Decision:
         """The back-end's own kernel where its gate accepts, else gathered products."""
         device = request.device
         verdict: Verdict = eligibility.check(request, asked)
         if isinstance(verdict, Accept):
             assert experts is not None  # an adapted container is declined
             kernel = fused_kernel(device)
-            shared = None if beside is None else _shared(request, asked, beside, x.dtype)
-            if isinstance(shared, expert_weights.SharedExpertWeights):
-                experts = replace(experts, shared=shared)
-                shared_request = expert_weights.shared_request(shared, dtype=x.dtype, device=device)
+            added = None if shared is None else _shared(request, asked, shared, x.dtype)
+            if isinstance(added, expert_weights.SharedExpertWeights):
+                experts = replace(experts, shared=added)
+                shared_request = expert_weights.shared_request(added, dtype=x.dtype, device=device)
                 request = replace(request, shared=shared_request)
             run = kernel.unavailable() or kernel.prepare(experts, x.dtype)
             if not isinstance(run, Decline):
                 run = verify.verify_kernel(device, run, request, container, x, experts.shared)
             if not isinstance(run, Decline):
                 key = TraceKey(self.layer, "fused", rows_label(request.rows), device)
-                if isinstance(shared, Decline):
-                    return _Decision(run, key, f"the shared expert apart, {shared}. {shared.hint}")
-                note = "" if shared is None else "with the shared expert"
-                return _Decision(run, key, note, adds_shared=shared is not None)
+                if isinstance(added, Decline):
+                    note = f"the shared expert apart, {added}. {added.hint}"
+                    return Decision(run, trace.tally(key, note))
+                note = "" if added is None else "with the shared expert"
+                return Decision(run, trace.tally(key, note), adds_shared=added is not None)
             verdict = run
-        return self._gathered(request.rows, verdict)
+        return self.gathered(request.rows, verdict)
 
     def _registered(
         self,
@@ -224,7 +195,7 @@ class ExpertDispatch:
         experts: expert_weights.ExpertWeights | None,
         container: nn.Module,
         x: mx.array,
-    ) -> tuple[_Decision | None, list[str]]:
+    ) -> tuple[Decision | None, list[str]]:
         """The first plugin's kernel that accepts, and what those said that declined before it."""
         said: list[str] = []
         if not asked.enabled or experts is None:
@@ -238,11 +209,61 @@ class ExpertDispatch:
                 run = verify.verify_kernel(name, run, request, container, x)
             if not isinstance(run, Decline):
                 key = TraceKey(self.layer, "fused", rows_label(request.rows), name)
-                return _Decision(run, key, ""), said
+                return Decision(run, trace.tally(key)), said
             said.append(f"{name} declined, {run}. {run.hint}")
         return None, said
 
-    def _gathered(self, rows: int, why: Decline) -> _Decision:
-        return _Decision(
-            None, TraceKey(self.layer, "gather", rows_label(rows), why.rule), f"{why}. {why.hint}"
-        )
+    def gathered(self, rows: int, why: Decline) -> Decision:
+        """Gathered products, counted under the reason."""
+        key = TraceKey(self.layer, "gather", rows_label(rows), why.rule)
+        return Decision(None, trace.tally(key, f"{why}. {why.hint}"))
+
+
+class BoundExperts:
+    """A layer's experts as they are bound in a block; its decisions are made anew when an array is replaced.
+
+    Args:
+        dispatch: decides.
+        container: the routed experts.
+        shared: a shared expert that the launches may add, or None.
+    """
+
+    def __init__(self, dispatch: ExpertDispatch, container: nn.Module, shared: SharedModules | None) -> None:
+        self._dispatch, self.container, self._shared = dispatch, container, shared
+        self._decided = self._start()
+
+    def _start(self) -> _Decided:
+        others = () if self._shared is None else self._shared.modules()
+        return _Decided(expert_weights.Held.of(self.container, others), {})
+
+    def __call__(
+        self, x: mx.array, indices: mx.array, weights: mx.array, device: Device
+    ) -> tuple[mx.array, bool]:
+        """As :meth:`ExpertDispatch.__call__`.
+
+        Args:
+            device: that the call runs on.
+
+        Returns:
+            The sum, and whether the shared expert is in it.
+        """
+        container = self.container
+        held, by_kind = self._decided
+        # `Held.stands`, written out: it is asked at every call.
+        if not all(map(is_, map(dict.get, held.holders, held.names), held.members)):
+            held, by_kind = self._decided = self._start()
+        rows = prod(x.shape[:-1])
+        kind = (1 if rows == 1 else rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
+        decision = by_kind.get(kind)
+        if decision is None:
+            decision = by_kind[kind] = self._dispatch.decide(
+                container, x, rows, indices.shape[-1], device, self._shared
+            )
+        if decision.run is not None:
+            y = decision.run(x, indices, weights)
+            if not isinstance(y, Decline):
+                decision.tally.add()
+                return y, decision.adds_shared
+            decision = by_kind.setdefault((*kind, y.rule), self._dispatch.gathered(rows, y))
+        decision.tally.add()
+        return gather.experts(container, self._dispatch.activation, x, indices, weights), False

@@ -39,7 +39,7 @@ def steps_of(spec: RouterSpec, experts: int, top_k: int) -> kernel.RouterSteps |
     return kernel.RouterSteps(
         num_experts=experts,
         top_k=top_k,
-        score=spec.score,  # type: ignore[arg-type]  # the router has checked the word
+        score=spec.score,  # the router has checked the word
         bias=spec.selection_bias is not None and spec.selection_bias.enabled,
         groups=groups[0],
         keep_groups=groups[1],

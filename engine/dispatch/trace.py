@@ -1,7 +1,7 @@
 """Counts which path every expert call took and why; always on.
 
-Equal text does not prove that a kernel ran, so the counts are what tests and people look at. One call costs
-a lock and a dictionary update. Layers that the trace does not know have never been called.
+Equal text does not prove that a kernel ran, so the counts are what tests and people look at. Layers that the
+trace does not know have never been called.
 """
 
 from __future__ import annotations
@@ -52,35 +52,54 @@ def rows_label(rows: int) -> str:
     return f"{high // 2 + 1}-{high}"
 
 
+class Tally:
+    """Counts the calls of one decision; made by :meth:`Trace.tally`."""
+
+    __slots__ = ("_trace", "count", "key", "note")
+
+    def __init__(self, trace: Trace, key: TraceKey, note: str) -> None:
+        self._trace, self.key, self.note, self.count = trace, key, note, 0
+
+    def add(self) -> None:
+        """Count one call."""
+        with self._trace.lock:
+            if not self.count:
+                self._trace.tallies.append(self)
+            self.count += 1
+
+
 class Trace:
-    """Counts of expert calls by layer, path, rows and reason, safe to use from several threads."""
+    """Counts of expert calls by layer, path, rows and reason, safe to use from several threads.
+
+    What counts is a :class:`Tally`, made once for each decision, so that a call costs a lock and an addition.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[TraceKey, int] = {}
-        self._notes: dict[TraceKey, str] = {}
+        self.lock = threading.Lock()
+        # Those that have counted since the last reset, in the order of their first calls.
+        self.tallies: list[Tally] = []
 
-    def add(self, key: TraceKey, note: str = "") -> None:
-        """Count one call."""
-        with self._lock:
-            count = self._counts.get(key, 0)
-            self._counts[key] = count + 1
-            if not count:
-                self._notes[key] = note
+    def tally(self, key: TraceKey, note: str = "") -> Tally:
+        """What counts the calls of one decision. Calls of equal keys are one line, with the first's note."""
+        return Tally(self, key, note)
 
     def reset(self) -> None:
         """Forget every count."""
-        with self._lock:
-            self._counts.clear()
-            self._notes.clear()
+        with self.lock:
+            for tally in self.tallies:
+                tally.count = 0
+            self.tallies.clear()
 
     def snapshot(self) -> list[TraceRow]:
         """The lines as they stand, in the order in which they first occurred."""
-        with self._lock:
-            return [
-                TraceRow(k.layer, k.path, k.rows, k.reason, n, self._notes[k])
-                for k, n in self._counts.items()
-            ]
+        with self.lock:
+            counted = [(tally.key, tally.count, tally.note) for tally in self.tallies]
+        counts: dict[TraceKey, int] = {}
+        notes: dict[TraceKey, str] = {}
+        for key, count, note in counted:
+            counts[key] = counts.get(key, 0) + count
+            notes.setdefault(key, note)
+        return [TraceRow(k.layer, k.path, k.rows, k.reason, n, notes[k]) for k, n in counts.items()]
 
     def total(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -89,32 +89,47 @@ class SharedExpertWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Which modules and arrays a decision was made for, held so that replacing one is noticed.
+class Held:
+    """The modules and arrays that something was made of, held so that replacing one is noticed.
 
-    Strong references on purpose: an id alone could come back as another object.
+    MLX's own leaves and mlx-lm's containers say nothing of a write, so identities are compared, in one pass
+    of built-in functions. Strong references, because an id alone could come back as another object.
     """
 
-    children: tuple[tuple[str, nn.Module], ...]
-    others: tuple[nn.Module, ...]
-    arrays: tuple[tuple[nn.Module, str, Any], ...] = field(repr=False)
+    holders: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    members: tuple[Any, ...] = field(repr=False)
 
     @classmethod
-    def of(cls, container: nn.Module, others: tuple[nn.Module, ...] = ()) -> Snapshot:
-        """Take note of the container's projections, of the others, and of every array directly in them."""
-        children = tuple((n, container[n]) for n in _parts(container).values())
-        holders = (*(c for _, c in children), *others)
-        arrays = tuple((c, n, c.get(n)) for c in holders for n in ARRAY_NAMES)
-        return cls(children, others, arrays)
+    def of(cls, container: nn.Module, others: tuple[nn.Module, ...] = ()) -> Held:
+        """Take note of the container's projections, and of every array directly in them or in the others."""
+        names = tuple(_parts(container).values())
+        leaves = (*(container[name] for name in names), *others)
+        places = [(container, name) for name in names] + [(m, name) for m in leaves for name in ARRAY_NAMES]
+        holders, keys = zip(*places, strict=True)
+        return cls(holders, keys, tuple(map(dict.get, holders, keys)))
 
-    def holds(self, container: nn.Module, others: tuple[nn.Module, ...] = ()) -> bool:
+    def stands(self) -> bool:
         """Whether nothing has been replaced since."""
-        for name, child in self.children:
-            if container.get(name) is not child:
-                return False
-        if len(others) != len(self.others) or not all(map(operator.is_, others, self.others)):
-            return False
-        return all(child.get(name) is array for child, name, array in self.arrays)
+        return all(map(operator.is_, map(dict.get, self.holders, self.names), self.members))
+
+
+class SharedModules(NamedTuple):
+    """A shared expert that stands beside the routed ones, as modules.
+
+    Args:
+        parts: its projections, as ``MLP.projections`` names them.
+        activation: between them.
+        gate: the layer of one output whose sigmoid weighs it, or None.
+    """
+
+    parts: Mapping[str, nn.Module]
+    activation: Activation
+    gate: nn.Module | None
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Every module that a decision depends on."""
+        return (*self.parts.values(), *(() if self.gate is None else (self.gate,)))
 
 
 def _parts(container: nn.Module) -> dict[str, str]:

@@ -5,6 +5,8 @@ Legend: B batch, L tokens, D model width, h query heads, g key-value heads, d he
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +15,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_experts.engine.layers.base_mixer import Mixer
-from mlx_experts.engine.layers.forward_context import ForwardState
-from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, place
+from mlx_experts.engine.layers.forward_context import ForwardState, KeptAttention
+from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find, place
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.layers.tensor_parallel import (
     Group,
@@ -26,6 +28,11 @@ from mlx_experts.engine.layers.tensor_parallel import (
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import GqaSpec, NormSpec, TemperatureSpec
+
+# Queries, keys, values and a gate packed with the queries, or None.
+_Project = Callable[[mx.array, ForwardState], tuple[Any, Any, Any, Any]]
+# Rows [B, L, heads * d] and the position of the first to heads [B, heads, L, d].
+_Heads = Callable[[mx.array, Any], mx.array]
 
 
 class Attention(Mixer):
@@ -50,7 +57,7 @@ class Attention(Mixer):
         self.owns_kv = not spec.share_kv_every or layer.index % spec.share_kv_every == 0
         first_reusing = sizes.num_layers - spec.reuse_kv_last
         self.reuses_kv = layer.index >= first_reusing > 0
-        self._kept = ("kept", layer.type)
+        self._layer_type = layer.type
         self._gated = spec.gate is not None and spec.gate.enabled
         self._build(spec, sizes.hidden_size, plan.norm, sizes.norm_eps)
         if layer.rope is not None:
@@ -90,61 +97,6 @@ class Attention(Mixer):
         if spec.sinks is not None and spec.sinks_enabled:
             self[spec.sinks] = mx.zeros((self.heads,))
 
-    def _project(self, x: mx.array, state: ForwardState) -> tuple[mx.array, Any, Any, mx.array | None]:
-        """Queries, keys, values and a gate packed with the queries, or None; heads not yet split."""
-        names, gate = self._spec.names, None
-        k = v = None
-        if names.qkv is not None:
-            q_width, k_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            q, k, v = mx.split(self[names.qkv](x), [q_width, q_width + k_width], axis=-1)
-        else:
-            q = self[names.q](x)
-            if not self.owns_kv:
-                k, v = state.shared["kv"]
-            elif not self.reuses_kv:
-                k = self[names.k](x)
-                v = k if self._spec.values_from_keys else self[names.v](x)
-            if self._spec.share_kv_every:
-                # Projections are shared, not what norms, rotation and cache make of them.
-                state.shared["kv"] = (k, v)
-        if self._gated and self._spec.gate is not None and self._spec.gate.path is None:
-            # Packed per head as [q, gate], not as two halves of the matrix.
-            pairs = q.reshape(*q.shape[:-1], self.heads, 2, self.head_dim)
-            q, gate = (pairs[..., i, :].flatten(-2) for i in (0, 1))
-        return q, k, v, gate
-
-    def _turned(self, t: mx.array, heads: int, leaf: str, offset: Any) -> mx.array:
-        """Queries or keys [B, L, heads * d] as heads [B, heads, L, d], normalised and rotated."""
-        spec, (B, L, _) = self._spec, t.shape
-        qk = spec.qk_norm if spec.qk_norm is not None and spec.qk_norm.enabled else None
-        if qk is not None and qk.over == "full":
-            t = self._normalise(t, leaf)
-        t = self._clipped(t).reshape(B, L, heads, self.head_dim)
-        if qk is not None and qk.over == "head" and not qk.after_rope:
-            t = self._normalise(t, leaf)
-        t = t.swapaxes(1, 2)
-        if self._rope is not None:
-            t = self._rope(t, offset)
-        if qk is not None and qk.over == "head" and qk.after_rope:
-            t = self._normalise(t, leaf)
-        return t
-
-    def _normalise(self, t: mx.array, leaf: str) -> mx.array:
-        assert self._spec.qk_norm is not None
-        return self[leaf](t) if self._spec.qk_norm.weight else mx.fast.rms_norm(t, None, self._qk_eps)
-
-    def _clipped(self, t: mx.array) -> mx.array:
-        bound = self._spec.clip
-        return t if bound is None else mx.clip(t, -bound, bound)
-
-    def _values(self, v: mx.array) -> mx.array:
-        """Values [B, L, g * d] as heads [B, g, L, d]."""
-        spec, (B, L, _) = self._spec, v.shape
-        v = self._clipped(v).reshape(B, L, self.kv_heads, self.v_head_dim).swapaxes(1, 2)
-        if spec.value_norm:
-            v = mx.fast.rms_norm(v, None, self._eps)
-        return v if spec.value_scale == 1.0 else v * spec.value_scale
-
     def __call__(
         self, x: mx.array, state: ForwardState, cache: Any = None, mask: mx.array | None = None
     ) -> mx.array:
@@ -153,56 +105,188 @@ class Attention(Mixer):
         Args:
             mask: which keys each query sees, where it is not the plain causal or windowed mask.
         """
-        spec, (B, L, _) = self._spec, x.shape
-        q, k, v, gate = self._project(x, state)
+        version, run = self._bound.held
+        if version != self._version.count:
+            run = self.rebind()
+        return run(x, state, cache, mask)
+
+    def bind(self) -> Callable[[mx.array, ForwardState, Any, Any], mx.array]:
+        """The call as one function of ``(x, state, cache, mask)``, with the steps that the spec has."""
+        spec, project, attend = self._spec, self._project(), self._attend(self._output())
+        queries, kind = self._tempered(self._heads(self.heads, self._leaves[0])), self._layer_type
+
+        def reuse(x: mx.array, state: ForwardState, cache: Any, mask: Any) -> mx.array:
+            q, _, _, gate = project(x, state)
+            kept = state.kept[kind]
+            q = queries(q, kept.offset)
+            return attend(q, kept.keys, kept.values, kept.cache, kept.mask, x, gate)
+
         if self.reuses_kv:
-            k, v, cache, mask, offset = state.shared[self._kept]
-        else:
+            return reuse
+        keys, values = self._heads(self.kv_heads, self._leaves[1]), self._values()
+        visible = ForwardState.chunked_mask if spec.chunk else ForwardState.attention_mask
+        bound, keeps = spec.chunk or self.window, bool(spec.reuse_kv_last)
+
+        def run(x: mx.array, state: ForwardState, cache: Any, mask: Any) -> mx.array:
+            q, k, v, gate = project(x, state)
             # A copy, because a batch cache moves its array of offsets on in place.
             offset = 0 if cache is None else cache.offset + 0
-        q = self._turned(q, self.heads, self._leaves[0], offset)
-        if spec.temperature is not None and spec.temperature.enabled:
-            q = q * query_temperature(spec.temperature, offset, L, q.dtype)
-        if not self.reuses_kv:
-            k, v = self._turned(k, self.kv_heads, self._leaves[1], offset), self._values(v)
+            q, k, v = queries(q, offset), keys(k, offset), values(v)
             if mask is None:
-                mask = self._visible(x, state, cache)
+                mask = visible(state, x, cache, bound)  # type: ignore[arg-type]
             if cache is not None:
                 k, v = cache.update_and_fetch(k, v)
-            if spec.reuse_kv_last:
-                state.shared[self._kept] = (k, v, cache, mask, offset)
-        dtype = q.dtype
-        if spec.float32:
-            q = q.astype(mx.float32)
-        out = scaled_dot_product_attention(
-            q, k, v, cache=cache, scale=self.scale, mask=mask, sinks=self._sinks(q.dtype)
-        ).astype(dtype)
-        out = out.swapaxes(1, 2).reshape(B, L, self.heads * self.v_head_dim)
-        return self[spec.names.o](self._gate(out, x, gate))
+            if keeps:
+                state.kept[kind] = KeptAttention(k, v, cache, mask, offset)
+            return attend(q, k, v, cache, mask, x, gate)
 
-    def _visible(self, x: mx.array, state: ForwardState, cache: Any) -> Any:
-        """The causal mask, inside a window or a chunk where there is one."""
-        if self._spec.chunk:
-            return state.chunked_mask(x, cache, self._spec.chunk)
-        return state.attention_mask(x, cache, self.window)
+        return run
 
-    def _sinks(self, dtype: mx.Dtype) -> mx.array | None:
-        leaf = self._spec.sinks
-        return self[leaf].astype(dtype) if leaf is not None and self._spec.sinks_enabled else None
+    def _tempered(self, queries: _Heads) -> _Heads:
+        """``queries`` times a factor that grows with the position, where the family has one."""
+        spec = self._spec.temperature
+        if spec is None or not spec.enabled:
+            return queries
 
-    def _gate(self, out: mx.array, x: mx.array, packed: mx.array | None) -> mx.array:
-        gate = self._spec.gate
-        if gate is None or not gate.enabled:
-            return out
-        logits = packed if packed is not None else self[gate.path](x)
-        if gate.function == "softplus":
-            factor = nn.softplus(logits.astype(mx.float32)).astype(out.dtype)
+        def tempered(t: mx.array, offset: Any) -> mx.array:
+            q = queries(t, offset)
+            return q * query_temperature(spec, offset, q.shape[2], q.dtype)
+
+        return tempered
+
+    def _project(self) -> _Project:
+        """Queries, keys, values and a gate packed with the queries, or None; heads not yet split."""
+        spec, names = self._spec, self._spec.names
+        if names.qkv is not None:
+            qkv, q_width = find(self, names.qkv), self.heads * self.head_dim
+            cuts = [q_width, q_width + self.kv_heads * self.head_dim]
+
+            def project(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
+                return *mx.split(qkv(x), cuts, axis=-1), None  # type: ignore[return-value]
+
+        elif self.owns_kv and not self.reuses_kv and not spec.values_from_keys:
+            q_proj, k_proj, v_proj = (find(self, path) for path in (names.q, names.k, names.v))
+
+            def project(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
+                return q_proj(x), k_proj(x), v_proj(x), None
+
+        elif self.owns_kv and not self.reuses_kv:
+            q_proj, k_proj = find(self, names.q), find(self, names.k)
+
+            def project(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
+                k = k_proj(x)
+                return q_proj(x), k, k, None
+
         else:
-            factor = mx.sigmoid(logits)
-        if gate.over == "element":
-            return out * factor
-        heads = out.reshape(*out.shape[:-1], self.heads, self.v_head_dim)
-        return (heads * factor[..., None]).flatten(-2)
+            q_proj = find(self, names.q)
+
+            def project(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
+                return q_proj(x), *(state.projected_kv or (None, None)), None
+
+        return self._packed_gate(project if not spec.share_kv_every else _sharing(project))
+
+    def _packed_gate(self, project: _Project) -> _Project:
+        gate = self._spec.gate
+        if not self._gated or gate is None or gate.path is not None:
+            return project
+        parts = (self.heads, 2, self.head_dim)
+
+        def parted(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
+            q, k, v, _ = project(x, state)
+            # Packed per head as [q, gate], not as two halves of the matrix.
+            pairs = mx.unflatten(q, -1, parts)
+            return pairs[..., 0, :].flatten(-2), k, v, pairs[..., 1, :].flatten(-2)
+
+        return parted
+
+    def _heads(self, heads: int, leaf: str) -> _Heads:
+        """Queries or keys [B, L, heads * d] to heads [B, heads, L, d], normalised and rotated."""
+        spec, head_dim = self._spec, self.head_dim
+        qk = spec.qk_norm if spec.qk_norm is not None and spec.qk_norm.enabled else None
+        norm = self._normalise(leaf) if qk is not None else None
+        rope = self._rope.bound() if self._rope is not None else None
+        before = _chain(norm if qk is not None and qk.over == "full" else None, _clip(spec.clip))
+        split = norm if qk is not None and qk.over == "head" and not qk.after_rope else None
+        after = norm if qk is not None and qk.over == "head" and qk.after_rope else None
+        if before is None and split is not None and rope is not None:
+
+            def usual(t: mx.array, offset: Any) -> mx.array:
+                B, L, _ = t.shape
+                return rope(split(t.reshape(B, L, heads, head_dim)).swapaxes(1, 2), offset=offset)
+
+            return usual
+
+        def turn(t: mx.array, offset: Any) -> mx.array:
+            B, L, _ = t.shape
+            t = (t if before is None else before(t)).reshape(B, L, heads, head_dim)
+            t = (t if split is None else split(t)).swapaxes(1, 2)
+            t = t if rope is None else rope(t, offset=offset)
+            return t if after is None else after(t)
+
+        return turn
+
+    def _normalise(self, leaf: str) -> Callable[[mx.array], mx.array]:
+        assert self._spec.qk_norm is not None
+        if self._spec.qk_norm.weight:
+            norm: Callable[[mx.array], mx.array] = self[leaf]
+            return norm
+        return partial(mx.fast.rms_norm, weight=None, eps=self._qk_eps)
+
+    def _values(self) -> Callable[[mx.array], mx.array]:
+        """Values [B, L, g * d] to heads [B, g, L, d]."""
+        spec, heads, width, eps = self._spec, self.kv_heads, self.v_head_dim, self._eps
+        clip, normed, scale = _clip(spec.clip), spec.value_norm, spec.value_scale
+
+        def plain(v: mx.array) -> mx.array:
+            B, L, _ = v.shape
+            return v.reshape(B, L, heads, width).swapaxes(1, 2)
+
+        def values(v: mx.array) -> mx.array:
+            v = plain(v if clip is None else clip(v))
+            v = mx.fast.rms_norm(v, None, eps) if normed else v
+            return v if scale == 1.0 else v * scale
+
+        return plain if clip is None and not normed and scale == 1.0 else values
+
+    def _attend(self, output: Any) -> Callable[..., mx.array]:
+        """Heads [B, h, L, d] of queries, keys and values, the layer's input and a gate to [B, L, D]."""
+        spec, scale, width = self._spec, self.scale, self.heads * self.v_head_dim
+        sinks = self[spec.sinks] if spec.sinks is not None and spec.sinks_enabled else None
+        gated = not isinstance(output, nn.Module)
+
+        def plain(q: mx.array, k: Any, v: Any, cache: Any, mask: Any, x: mx.array, gate: Any) -> mx.array:
+            B, _, L, _ = q.shape
+            out = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
+            out = out.swapaxes(1, 2).reshape(B, L, width)
+            return output(out, x, gate) if gated else output(out)
+
+        def attend(q: mx.array, k: Any, v: Any, cache: Any, mask: Any, x: mx.array, gate: Any) -> mx.array:
+            (B, _, L, _), dtype = q.shape, q.dtype
+            if spec.float32:
+                q = q.astype(mx.float32)
+            weight = None if sinks is None else sinks.astype(q.dtype)
+            out = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask, sinks=weight)
+            out = out.astype(dtype).swapaxes(1, 2).reshape(B, L, width)
+            return output(out, x, gate) if gated else output(out)
+
+        return attend if sinks is not None or spec.float32 else plain
+
+    def _output(self) -> Any:
+        """The output projection; behind a gate a function of its input, the layer's and a packed gate."""
+        gate, out_proj = self._spec.gate, find(self, self._spec.names.o)
+        if not self._gated or gate is None:
+            return out_proj
+        logits = find(self, gate.path) if gate.path is not None else None
+        factor: Callable[[mx.array], mx.array] = _softplus if gate.function == "softplus" else mx.sigmoid
+        parts = None if gate.over == "element" else (self.heads, self.v_head_dim)
+
+        def output(out: mx.array, x: mx.array, packed: Any) -> mx.array:
+            share = factor(packed if logits is None else logits(x)).astype(out.dtype)
+            if parts is None:
+                return out_proj(out * share)
+            return out_proj((mx.unflatten(out, -1, parts) * share[..., None]).flatten(-2))
+
+        return output
 
     def shard(self, group: Group) -> None:
         """Keep this rank's heads, and what belongs to each of them."""
@@ -232,6 +316,35 @@ class Attention(Mixer):
         if self.window is not None:
             return RotatingKVCache(max_size=self.window, keep=0)
         return KVCache()
+
+
+def _sharing(project: _Project) -> _Project:
+    """As ``project``, leaving keys and values for the next layers."""
+
+    def shared(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
+        q, k, v, gate = project(x, state)
+        # Projections are shared, not what norms, rotation and cache make of them.
+        state.projected_kv = (k, v)
+        return q, k, v, gate
+
+    return shared
+
+
+def _clip(bound: float | None) -> Callable[[mx.array], mx.array] | None:
+    return None if bound is None else lambda t: mx.clip(t, -bound, bound)
+
+
+def _chain(
+    first: Callable[[mx.array], mx.array] | None, second: Callable[[mx.array], mx.array] | None
+) -> Callable[[mx.array], mx.array] | None:
+    """Both functions in a row, the one that there is, or None."""
+    if first is None or second is None:
+        return first or second
+    return lambda t: second(first(t))
+
+
+def _softplus(logits: mx.array) -> mx.array:
+    return nn.softplus(logits.astype(mx.float32))
 
 
 def query_temperature(spec: TemperatureSpec, offset: Any, length: int, dtype: mx.Dtype) -> mx.array:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.versioned import VersionedModule
 
 
-class Mixer(nn.Module):
+class Mixer(VersionedModule):
     """A module that mixes information between tokens.
 
     Subclasses take ``(layer, plan)``, name the leaves that a dtype cast must leave in float32, and make

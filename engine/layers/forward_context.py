@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -9,18 +10,45 @@ from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import BatchKVCache
 
 
+@dataclass(frozen=True, eq=False)
+class KeptAttention:
+    """What a layer's attention leaves for later layers of its type that have no keys of their own.
+
+    Args:
+        keys: ``[B, g, T, d]``, rotated, as the cache gave them.
+        values: ``[B, g, T, d]``.
+        cache: where they lie.
+        mask: which keys each query sees.
+        offset: position of the first query.
+    """
+
+    keys: mx.array
+    values: mx.array
+    cache: Any
+    mask: Any
+    offset: Any
+
+
+@dataclass(eq=False)
 class ForwardState:
     """Made for each call of the model.
 
     Args:
         inputs: token ids ``[B, L]``.
         dtype: the type that the model computes in, where it is known.
+        projected_kv: keys and values ``[B, L, g * d]`` that the last layer with projections has projected.
+        kept: attention by layer type, for layers that reuse keys and values.
+        layer_inputs: the narrow second embedding's part for every layer, ``[B, L, N, P]``.
+        picked_tokens: the keys ``[B, L, top-k]`` that the last layer with an indexer has selected.
     """
 
-    def __init__(self, inputs: mx.array, dtype: mx.Dtype | None = None) -> None:
-        self.inputs, self.dtype = inputs, dtype
-        self.shared: dict[Any, Any] = {}
-        self._masks: dict[Any, Any] = {}
+    inputs: mx.array
+    dtype: mx.Dtype | None = None
+    projected_kv: tuple[mx.array, mx.array] | None = None
+    kept: dict[str, KeptAttention] = field(default_factory=dict)
+    layer_inputs: mx.array | None = None
+    picked_tokens: mx.array | None = None
+    _masks: dict[Any, Any] = field(default_factory=dict)
 
     def attention_mask(
         self, x: mx.array, cache: Any, window: int | None = None, as_array: bool = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -9,6 +12,7 @@ from mlx_experts.engine.kernels import activations
 from mlx_experts.engine.kernels.request import Activation
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.tensor_parallel import Group, spread_columns, spread_rows
+from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.registry.spec.family import ActivationSpec
 
 
@@ -21,7 +25,7 @@ def activation_of(spec: ActivationSpec, glu: bool = True) -> Activation:
     return activations.make(spec.name, float(spec.alpha), float(spec.limit), glu)
 
 
-class MLP(nn.Module):
+class MLP(VersionedModule):
     """``down(act(gate(x), up(x)))``, or ``down(act(up(x)))`` for an ungated activation.
 
     Args:
@@ -66,16 +70,21 @@ class MLP(nn.Module):
         paths = first if self._fused else {**first, "up": up}
         return {part: find(self, path) for part, path in {**paths, "down": down}.items()}
 
-    def __call__(self, x: mx.array) -> mx.array:
-        gate_name, up_name, down_name = self._names
-        gate = None
+    def bind(self) -> Callable[[mx.array], mx.array]:
+        """The call as one function, with the projections that are there now."""
+        parts, activate = self.projections(), partial(activations.apply, self._activation)
+        down, up, gate = parts["down"], parts.get("up"), parts.get("gate")
         if self._fused:
-            gate, up = mx.split(find(self, gate_name)(x), 2, axis=-1)
-        else:
-            up = find(self, up_name)(x)
-            if self._activation.gated:
-                gate = find(self, gate_name)(x)
-        return find(self, down_name)(activations.apply(self._activation, gate, up))
+            gate_up = parts["gate_up"]
+            return lambda x: down(activate(*mx.split(gate_up(x), 2, axis=-1)))
+        assert up is not None
+        if gate is None:
+            return lambda x: down(activate(None, up(x)))
+        return lambda x: down(activate(gate(x), up(x)))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """``x`` [..., D] to [..., D]."""
+        return self.steps()(x)
 
     def shard(self, group: Group) -> None:
         """Keep this rank's share of the inner width."""

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_experts.engine.layers.versioned import Holder
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.spec.family import NormSpec
 from mlx_experts.registry.spec.values import MODULE_PATH, PATH_WORDS
@@ -31,7 +32,7 @@ def place(parent: nn.Module, path: str, child: Any) -> Any:
     *parents, leaf = path.split(".")
     for name in parents:
         if name not in parent:
-            parent[name] = nn.Module()
+            parent[name] = Holder()
         parent = parent[name]
     if leaf in parent:
         raise SpecError("a family file puts two modules in one place", where=path)
@@ -42,7 +43,7 @@ def place(parent: nn.Module, path: str, child: Any) -> Any:
 def find(parent: nn.Module, path: str) -> Any:
     """The module or array at a dotted path below ``parent``; ``parent`` itself for an empty path.
 
-    Looked up at each call because quantising and adapters replace modules in the tree.
+    Quantising and adapters replace modules in the tree, so what is found is bound to a module's version.
     """
     if path:
         for name in path.split("."):

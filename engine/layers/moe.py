@@ -5,6 +5,8 @@ Legend: B batch, L tokens, D model width, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,19 +14,38 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import sum_gradients
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlx_experts.engine.dispatch.expert_dispatch import Beside, ExpertDispatch
+from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts, ExpertDispatch, current_device
 from mlx_experts.engine.kernels import expert_weights
+from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.kernels.request import Activation, Device, KernelRequest
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, place
-from mlx_experts.engine.layers.router import Router
+from mlx_experts.engine.layers.router import BoundRouter, Router
 from mlx_experts.engine.layers.tensor_parallel import Group, spread_experts
+from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan
 from mlx_experts.registry.spec.family import SharedSpec
 
 
-class MoE(nn.Module):
+@dataclass(frozen=True, eq=False)
+class MoESteps:
+    """What a call of the block uses.
+
+    Args:
+        router: bound to its leaves.
+        routed: ``(x, router_input=None)`` to the weighted sum.
+        run: ``x`` to the block's output.
+        lent: the shared expert, where it lives in the layer.
+    """
+
+    router: BoundRouter
+    routed: Callable[..., mx.array]
+    run: Callable[[mx.array], mx.array]
+    lent: nn.Module | None
+
+
+class MoE(VersionedModule):
     """Routes each token to K experts and adds the shared expert.
 
     Args:
@@ -86,7 +107,13 @@ class MoE(nn.Module):
 
     def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Experts ``[..., K]`` and their weights ``[..., K]`` for ``x`` [..., D]."""
-        return self._router(self, x)
+        return self.router(x)
+
+    @property
+    def router(self) -> BoundRouter:
+        """The router with the leaves that are there now."""
+        router: BoundRouter = self.steps().router
+        return router
 
     @property
     def top_k(self) -> int:
@@ -120,29 +147,82 @@ class MoE(nn.Module):
             training=self.training,
         )
 
-    def __call__(self, x: mx.array, shared: Any = None) -> mx.array:
+    def __call__(self, x: mx.array, shared: nn.Module | None = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D].
 
         Args:
             shared: the shared expert, where it lives in the layer and not in this block.
         """
-        if self._shared is None:
-            return self.routed(x)
-        expert = shared or find(self, self._shared.path)
-        if not x.size or not self._may_stand_beside(expert):
-            return self._join(x, self.routed(x), expert(x))
+        version, steps = self._bound.held
+        if version != self._version.count:
+            steps = self.rebind()
+        if steps.lent is not shared:
+            steps = self.lend(shared)
+        return steps.run(x)
+
+    def bind(self) -> MoESteps:
+        """The parts of the block as they are now."""
+        own = self._shared is not None and not self._shared.path.startswith("../")
+        shared = find(self, self._shared.path) if self._shared is not None and own else None
+        return self._bind_with(shared, None)
+
+    def lend(self, shared: nn.Module | None) -> MoESteps:
+        """The block's steps with a shared expert that lives in the layer; its writes count here too."""
+        if isinstance(shared, VersionedModule):
+            shared.counts_in(self)
+        version = self.version
+        steps = self._bind_with(shared, shared)
+        self._bound.held = (version, steps)
+        return steps
+
+    def _bind_with(self, shared: nn.Module | None, lent: nn.Module | None) -> MoESteps:
+        router, container = self._router.bind(self), find(self, self._spec.experts.path)
+        routed = self._bind_routed(router, container)
+        run = routed
+        if shared is not None:
+            run = self._bind_shared(router, container, routed, shared)
+        return MoESteps(router, routed, run, lent)
+
+    def _bind_shared(
+        self,
+        router: BoundRouter,
+        container: nn.Module,
+        routed: Callable[..., mx.array],
+        shared: nn.Module,
+    ) -> Callable[[mx.array], mx.array]:
+        join = self._bind_join()
+
+        def apart(x: mx.array) -> mx.array:
+            return join(x, routed(x), shared(x))
+
+        if not self._may_stand_beside(shared):
+            return apart
+        assert isinstance(shared, MLP)
+        assert self._shared is not None
         gate = find(self, self._shared.gate) if self._shared.gate else None
-        beside = Beside(expert.projections(), expert.activation, gate, lambda y: self._join(x, y, expert(x)))
-        return self._dispatch(find(self, self._spec.experts.path), x, *self._router(self, x), beside)
+        modules = SharedModules(shared.projections(), shared.activation, gate)
+        experts = self._dispatch.bind(container, modules)
+
+        def together(x: mx.array) -> mx.array:
+            if not x.size:
+                return apart(x)
+            device = current_device()
+            y, added = experts(x, *router.on(device, x), device)
+            return y if added else join(x, y, shared(x))
+
+        return together
 
     def _may_stand_beside(self, expert: nn.Module) -> bool:
         """Whether a kernel may add this shared expert: nothing else happens to the routed sum first."""
-        spec = self._spec.experts
         assert self._shared is not None
+        return type(expert) is MLP and self._shared.combine in ("sum", "sigmoid_gate") and self._plain
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the routed sum is the experts' own, of the block's own input."""
+        spec = self._spec.experts
         return (
-            type(expert) is MLP
-            and self._shared.combine in ("sum", "sigmoid_gate")
-            and self._latent is None
+            self._latent is None
             and self._group is None
             and not spec.zero_experts
             and spec.weigh != "input"
@@ -155,32 +235,51 @@ class MoE(nn.Module):
         Args:
             router_input: what the router reads, where it is not ``x``.
         """
-        spec = self._spec.experts
-        if not x.size:
-            return mx.zeros_like(x)
-        indices, weights = self._router(self, x if router_input is None else router_input)
-        identity = None
-        if spec.zero_experts:
-            zero = indices >= self._experts
-            identity = mx.where(zero, weights, 0).sum(axis=-1, keepdims=True)
-            weights, indices = mx.where(zero, 0, weights), mx.where(zero, 0, indices)
-        inner = find(self, self._latent.down)(x) if self._latent else x
-        container = find(self, spec.path)
-        if self._group is not None:
-            inner, weights = (sum_gradients(self._group)(each) for each in (inner, weights))
-        if spec.weigh == "input":
-            y = self._on_weighted_input(container, inner, indices, weights)
-        else:
-            y = self._dispatch(container, inner, indices, weights)
-        if self._group is not None:
-            y = mx.distributed.all_sum(y, group=self._group)
-        if self._latent:
-            if self._latent.norm and self._latent.norm_enabled:
-                y = find(self, self._latent.norm)(y)
-            y = find(self, self._latent.up)(y)
-        if identity is not None:
-            y = (y.astype(mx.float32) + x.astype(mx.float32) * identity).astype(x.dtype)
-        return y if spec.output_scale == 1.0 else y * spec.output_scale
+        y: mx.array = self.steps().routed(x, router_input)
+        return y
+
+    def _bind_routed(self, router: BoundRouter, container: nn.Module) -> Callable[..., mx.array]:
+        experts = self._dispatch.bind(container)
+
+        def plain(x: mx.array, router_input: mx.array | None = None) -> mx.array:
+            if not x.size:
+                return mx.zeros_like(x)
+            device = current_device()
+            routed = router.on(device, x if router_input is None else router_input)
+            return experts(x, *routed, device)[0]
+
+        if self._plain:
+            return plain
+        spec, group, latent, count = self._spec.experts, self._group, self._latent, self._experts
+        down = find(self, latent.down) if latent else None
+        norm = find(self, latent.norm) if latent and latent.norm and latent.norm_enabled else None
+        up = find(self, latent.up) if latent else None
+        run = _on_weighted_input if spec.weigh == "input" else _as_routed
+
+        def routed(x: mx.array, router_input: mx.array | None = None) -> mx.array:
+            if not x.size:
+                return mx.zeros_like(x)
+            indices, weights = router(x if router_input is None else router_input)
+            identity = None
+            if spec.zero_experts:
+                zero = indices >= count
+                identity = mx.where(zero, weights, 0).sum(axis=-1, keepdims=True)
+                weights, indices = mx.where(zero, 0, weights), mx.where(zero, 0, indices)
+            inner = x if down is None else down(x)
+            if group is not None:
+                inner, weights = (sum_gradients(group)(each) for each in (inner, weights))
+            y = run(experts, inner, indices, weights)
+            if group is not None:
+                y = mx.distributed.all_sum(y, group=group)
+            if norm is not None:
+                y = norm(y)
+            if up is not None:
+                y = up(y)
+            if identity is not None:
+                y = (y.astype(mx.float32) + x.astype(mx.float32) * identity).astype(x.dtype)
+            return y if spec.output_scale == 1.0 else y * spec.output_scale
+
+        return routed
 
     def shard(self, group: Group) -> None:
         """Keep this rank's share of every routed expert; the router stays whole on every rank."""
@@ -188,27 +287,36 @@ class MoE(nn.Module):
         spread_experts(find(self, path), group, path)
         self._group = group
 
-    def _on_weighted_input(
-        self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array
-    ) -> mx.array:
-        """Each expert reads its input times its weight; every pick is a row of its own."""
-        if indices.shape[-1] == 1:
-            return self._dispatch(container, x * weights.astype(x.dtype), indices, mx.ones_like(weights))
-        rows = x[..., None, :] * weights[..., None].astype(x.dtype)
-        y = self._dispatch(container, rows, indices[..., None], mx.ones_like(weights)[..., None])
-        return y.astype(mx.float32).sum(axis=-2).astype(x.dtype)
-
-    def _join(self, x: mx.array, routed: mx.array, shared: mx.array) -> mx.array:
-        assert self._shared is not None
-        match self._shared.combine:
+    def _bind_join(self) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+        """The block's input, the routed sum and the shared expert's output to the block's output."""
+        shared = self._shared
+        gate: Any = find(self, shared.gate) if shared is not None and shared.gate else None
+        match shared.combine if shared is not None else "sum":
             case "sum":
-                return routed + shared
+                return lambda x, routed, own: routed + own
             case "mean":
-                return (routed + shared) * 0.5
+                return lambda x, routed, own: (routed + own) * 0.5
             case "sigmoid_gate":
-                return routed + mx.sigmoid(find(self, self._shared.gate or "")(x)) * shared
-        mix = mx.softmax(find(self, self._shared.gate or "")(x), axis=-1, precise=True)
-        return routed * mix[..., :1] + shared * mix[..., 1:]
+                return lambda x, routed, own: routed + mx.sigmoid(gate(x)) * own
+
+        def mixed(x: mx.array, routed: mx.array, own: mx.array) -> mx.array:
+            mix = mx.softmax(gate(x), axis=-1, precise=True)
+            return routed * mix[..., :1] + own * mix[..., 1:]
+
+        return mixed
+
+
+def _as_routed(experts: BoundExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+    return experts(x, indices, weights, current_device())[0]
+
+
+def _on_weighted_input(experts: BoundExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+    """Each expert reads its input times its weight; every pick is a row of its own."""
+    if indices.shape[-1] == 1:
+        return _as_routed(experts, x * weights.astype(x.dtype), indices, mx.ones_like(weights))
+    rows = x[..., None, :] * weights[..., None].astype(x.dtype)
+    y = _as_routed(experts, rows, indices[..., None], mx.ones_like(weights)[..., None])
+    return y.astype(mx.float32).sum(axis=-2).astype(x.dtype)
 
 
 def make_shared(spec: SharedSpec, dims: int) -> MLP:

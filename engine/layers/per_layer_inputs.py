@@ -11,8 +11,6 @@ import mlx.nn as nn
 from mlx_experts.engine.layers.module_tree import look_up, make_norm
 from mlx_experts.registry.resolve.planner import Plan
 
-SHARED = "layer_inputs"
-
 
 class LayerInputs:
     """Builds the leaves inside the decoder and computes every layer's part with them.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +52,9 @@ class Rope(nn.Module):
                 expected=", ".join(sorted(_TYPES)),
                 found=plan.type,
             )
-        self._frequencies = builder(plan, dims, head_dim or dims)
+        made = builder(plan, dims, head_dim or dims)
+        self.fixed = made if isinstance(made, Fixed) else None
+        self._frequencies = made.at if isinstance(made, Fixed) else made
         self._plan, self._made_dims, self._head_dim = plan, dims, head_dim
         if plan.type == "proportional":
             self.dims = head_dim or dims
@@ -58,6 +62,14 @@ class Rope(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are built anew: the frequencies are functions, and there is nothing else."""
         return type(self), (self._plan, self._made_dims, self._head_dim)
+
+    def bound(self) -> Callable[..., mx.array]:
+        """The call as one function ``(x, offset=0)``: MLX's own where nothing depends on the length."""
+        fixed = self.fixed
+        if fixed is None or fixed.factor != 1.0:
+            return self
+        how: Any = {"dims": self.dims, "traditional": self.traditional, "base": None, "scale": 1.0}
+        return partial(mx.fast.rope, **how, freqs=fixed.freqs)
 
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         """``x`` [B, heads, L, head_dim] rotated by positions ``offset`` .. ``offset + L - 1``.
@@ -91,7 +103,19 @@ class Rope(nn.Module):
         return mx.concatenate([turned.astype(x.dtype), x[..., self.dims :]], axis=-1)
 
 
-Frequencies = Callable[[Offset, int], tuple[mx.array, Any]]
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """Frequencies ``[dims / 2]`` that no length changes, and the factor on the rotated slice."""
+
+    freqs: mx.array
+    factor: float
+
+    def at(self, offset: Offset, length: int) -> tuple[mx.array, float]:
+        """The same for every position."""
+        return self.freqs, self.factor
+
+
+Frequencies = Callable[[Offset, int], tuple[mx.array, Any]] | Fixed
 
 
 def _wavelengths(theta: float, dims: int) -> mx.array:
@@ -100,7 +124,7 @@ def _wavelengths(theta: float, dims: int) -> mx.array:
 
 def _fixed(freqs: mx.array, factor: float = 1.0) -> Frequencies:
     mx.eval(freqs)
-    return lambda offset, length: (freqs, factor)
+    return Fixed(freqs, factor)
 
 
 def _default(plan: RopePlan, dims: int, head_dim: int) -> Frequencies:

@@ -12,8 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
-from mlx_experts.engine.dispatch.router_eligibility import RoutedRun, prepare
+from mlx_experts.engine.dispatch.router_eligibility import prepare
 from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.kernels.router_kernel import RoutedRun
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.spec.family import GroupsSpec, NormaliseSpec, RouterSpec
@@ -51,7 +52,7 @@ SCORES: dict[str, Callable[[mx.array], mx.array]] = {
 
 
 class Router:
-    """Builds a router's leaves inside an MoE module and routes with them.
+    """Builds a router's leaves inside an MoE module, and binds them for the calls.
 
     A plain object, because its leaves live in the MoE module under the paths that checkpoints name.
 
@@ -66,7 +67,7 @@ class Router:
     def __init__(self, spec: RouterSpec, dims: int, experts: int, top_k: int, eps: float) -> None:
         self.spec, self.top_k, self.dims, self.experts, self.eps = spec, top_k, dims, experts, eps
         self.fused: bool | None = None
-        self._runs: dict[Device, RoutedRun | Decline] = {}
+        self.runs: dict[Device, RoutedRun | Decline] = {}
         self.select = None if spec.select == "topk" else components().selection(spec.select)
         self.bias_path = (
             spec.selection_bias.path if spec.selection_bias and spec.selection_bias.enabled else None
@@ -79,7 +80,7 @@ class Router:
 
     def use_fused(self, fused: bool | None) -> None:
         """Force, forbid or leave to the policy the one-launch form from now on."""
-        self.fused, self._runs = fused, {}
+        self.fused, self.runs = fused, {}
 
     def build(self, moe: nn.Module) -> None:
         """Place the router's leaves in ``moe``."""
@@ -99,60 +100,13 @@ class Router:
         values: mx.array = module["scales"] if "scales" in module else module["weight"]
         return values
 
-    def logits(self, moe: nn.Module, x: mx.array, *, widen: bool = True) -> mx.array:
-        """Router logits ``[..., E]`` for ``x`` ``[..., D]``, in the type that scores are computed in.
+    def bind(self, moe: nn.Module) -> BoundRouter:
+        """The router's calls with the leaves that are in ``moe`` now."""
+        return BoundRouter(self, moe)
 
-        Args:
-            widen: False leaves the product's type where nothing else is done to it.
-        """
-        spec = self.spec
-        plain = spec.multiplier == 1.0 and not spec.softcap
-        if spec.input_norm:
-            scale = find(moe, spec.input_norm)
-            x = mx.fast.rms_norm(x, (scale * self.dims**-0.5).astype(x.dtype), self.eps)
-        matrix = find(moe, spec.path)
-        logits = matrix(x.astype(mx.float32) if spec.dtype == "float32" else x)
-        if spec.score_dtype == "float32" and (widen or not plain):
-            logits = logits.astype(mx.float32)
-        if spec.multiplier != 1.0:
-            logits = logits * spec.multiplier
-        if spec.temperature != 1.0:
-            logits = logits / spec.temperature
-        if spec.softcap:
-            logits = spec.softcap * mx.tanh(logits / spec.softcap)
-        return logits
-
-    def __call__(self, moe: nn.Module, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Experts and their weights for each token.
-
-        Returns:
-            Indices ``[..., K]`` in no particular order, and weights ``[..., K]`` in float32.
-        """
-        spec = self.spec
-        if x.size == self.dims and not moe.training:
-            run = self._one_launch()
-            if not isinstance(run, Decline):
-                # The launch widens logits itself, which saves an operation.
-                logits = self.logits(moe, x, widen=False)
-                routed = run(logits, find(moe, self.bias_path) if self.bias_path else None)
-                if not isinstance(routed, Decline):
-                    return routed
-        logits = self.logits(moe, x)
-        if self.select is not None:
-            indices, weights = self.select(logits=logits, top_k=self.top_k, options=spec.options)
-        else:
-            bias = find(moe, self.bias_path) if self.bias_path else None
-            indices, weights = self.pick(logits, bias)
-        weights = normalise(weights, spec.normalise).astype(mx.float32)
-        if spec.scale != 1.0:
-            weights = weights * spec.scale
-        if spec.expert_scale:
-            weights = weights * find(moe, spec.expert_scale)[indices].astype(mx.float32)
-        return indices, weights
-
-    def _one_launch(self) -> RoutedRun | Decline:
-        """The fused router of the device in use, decided once for each."""
-        device, runs = current_device(), self._runs
+    def one_launch(self, device: Device) -> RoutedRun | Decline:
+        """The fused router of a device, decided once for each."""
+        runs = self.runs
         run = runs.get(device)
         if run is None:
             run = runs[device] = prepare(self.spec, self.experts, self.top_k, device, self.fused)
@@ -169,6 +123,113 @@ class Router:
         indices = mx.stop_gradient(mx.argpartition(-chosen, kth=k - 1, axis=-1)[..., :k])
         weights = mx.take_along_axis(scores, indices, axis=-1)
         return indices, weights if spec.order == "score_then_topk" else score(weights)
+
+
+class BoundRouter:
+    """A router's steps with its leaves; made by :meth:`Router.bind`.
+
+    Args:
+        router: what the steps are.
+        moe: where the leaves are; its training mode is the router's.
+    """
+
+    def __init__(self, router: Router, moe: nn.Module) -> None:
+        spec = router.spec
+        self._router, self._one_row = router, 0 if moe.training else router.dims
+        self._matrix = find(moe, spec.path)
+        # An array may stand in a leaf of MLX's, whose writes nobody notices, so it is read at each call.
+        self._bias = _holder(moe, router.bias_path)
+        self._scales = _holder(moe, spec.expert_scale)
+        self._before = self._bind_input(_holder(moe, spec.input_norm))
+        after: list[_Step] = []
+        if spec.multiplier != 1.0:
+            after.append(lambda logits: logits * spec.multiplier)
+        if spec.temperature != 1.0:
+            after.append(lambda logits: logits / spec.temperature)
+        if spec.softcap:
+            after.append(lambda logits: spec.softcap * mx.tanh(logits / spec.softcap))
+        widen: list[_Step] = [_widen] if spec.score_dtype == "float32" else []
+        # The launch widens logits itself where nothing else is done to them, which saves an operation.
+        plain = spec.multiplier == 1.0 and not spec.softcap
+        # Router logits ``[..., E]`` for ``x`` ``[..., D]``, in the type that scores are computed in.
+        self.logits = self._product([*widen, *after])
+        self._logits_alone = self._product([*([] if plain else widen), *after])
+
+    def _bind_input(self, norm: tuple[nn.Module, str] | None) -> _Step | None:
+        spec, factor, eps = self._router.spec, self._router.dims**-0.5, self._router.eps
+        wide = spec.dtype == "float32"
+        if norm is None:
+            return _widen if wide else None
+        holder, leaf = norm
+
+        def normed(x: mx.array) -> mx.array:
+            x = mx.fast.rms_norm(x, (holder[leaf] * factor).astype(x.dtype), eps)
+            return x.astype(mx.float32) if wide else x
+
+        return normed
+
+    def _product(self, after: list[_Step]) -> _Step:
+        matrix, before = self._matrix, self._before
+        if before is None and not after:
+            alone: _Step = matrix
+            return alone
+
+        def product(x: mx.array) -> mx.array:
+            logits: mx.array = matrix(x if before is None else before(x))
+            for step in after:
+                logits = step(logits)
+            return logits
+
+        return product
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Experts and their weights for each token, on the device in use.
+
+        Returns:
+            Indices ``[..., K]`` in no particular order, and weights ``[..., K]`` in float32.
+        """
+        return self.on(current_device(), x)
+
+    def on(self, device: Device, x: mx.array) -> tuple[mx.array, mx.array]:
+        """As the call, on a device that is known."""
+        bias = None if self._bias is None else self._bias[0][self._bias[1]]
+        if x.size == self._one_row:
+            run = self._router.one_launch(device)
+            if not isinstance(run, Decline):
+                routed = run(self._logits_alone(x), bias)
+                if not isinstance(routed, Decline):
+                    return routed
+        return self.plain(self.logits(x), bias)
+
+    def plain(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
+        """The steps after the logits in plain MLX, for any number of rows."""
+        router, spec = self._router, self._router.spec
+        if router.select is not None:
+            indices, weights = router.select(logits=logits, top_k=router.top_k, options=spec.options)
+        else:
+            indices, weights = router.pick(logits, bias)
+        weights = normalise(weights, spec.normalise).astype(mx.float32)
+        if spec.scale != 1.0:
+            weights = weights * spec.scale
+        if self._scales is not None:
+            holder, leaf = self._scales
+            weights = weights * holder[leaf][indices].astype(mx.float32)
+        return indices, weights
+
+
+_Step = Callable[[mx.array], mx.array]
+
+
+def _widen(t: mx.array) -> mx.array:
+    return t.astype(mx.float32)
+
+
+def _holder(moe: nn.Module, path: str | None) -> tuple[nn.Module, str] | None:
+    """The module that holds an array, and the array's name in it."""
+    if not path:
+        return None
+    above, _, leaf = path.rpartition(".")
+    return find(moe, above), leaf
 
 
 def limit_to_groups(scores: mx.array, spec: GroupsSpec) -> mx.array:

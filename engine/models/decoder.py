@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,13 +19,14 @@ from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
 from mlx_experts.engine.layers.moe import MoE, make_shared
-from mlx_experts.engine.layers.per_layer_inputs import SHARED, LayerInputs
+from mlx_experts.engine.layers.per_layer_inputs import LayerInputs
+from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.weights.conversion import WeightConverter
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan, resolve
-from mlx_experts.registry.spec.family import GqaSpec
+from mlx_experts.registry.spec.family import BlockSpec, GqaSpec
 
 
 def make_mixer(layer: LayerPlan, plan: Plan) -> Mixer | None:
@@ -62,7 +64,7 @@ def make_mlp(layer: LayerPlan, plan: Plan, fused: bool | None) -> nn.Module | No
     return None
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(VersionedModule):
     """``h = x + post(mixer(pre(x)))`` and ``h + post(mlp(pre(h)))``, with the norms that exist.
 
     Args:
@@ -106,44 +108,120 @@ class DecoderLayer(nn.Module):
         self._output_norm = f"{self._mlp_path}.{output_norm}" if output_norm is not None else None
         norms = [block.pre_mixer, block.post_mixer] if mixer is not None else []
         norms += [block.pre_mlp, block.post_mlp] if mlp is not None and not block.parallel else []
+        self._norms = frozenset(name for name in norms if name is not None)
         for name in dict.fromkeys([*norms, self._output_norm]):
             if name is not None:
                 place(self, name, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D]."""
+        version, run = self._bound.held
+        if version != self._version.count:
+            run = self.rebind()
+        return run(x, state, cache)
+
+    def parts(self) -> LayerParts:
+        """The parts of the layer as they are now."""
         block = self._block
-        if block.parallel:
-            normed = self._norm(block.pre_mixer, x)
-            return x + self._scaled(self._mix(normed, state, cache) + self._feed(normed))
-        if self._mixer_path is not None:
-            branch = self._mix(self._norm(block.pre_mixer, x), state, cache)
-            x = x + self._scaled(self._norm(block.post_mixer, branch))
-        if self._mlp_path is not None:
-            branch = self._feed(self._norm(block.pre_mlp, x))
-            x = x + self._scaled(self._norm(block.post_mlp, branch))
-        return x
 
-    def _norm(self, name: str | None, x: mx.array) -> mx.array:
-        return x if name is None else find(self, name)(x)
+        def at(path: str | None) -> Any:
+            return None if path is None else find(self, path)
 
-    def _scaled(self, branch: mx.array) -> mx.array:
-        return branch if self._multiplier == 1.0 else branch * self._multiplier
+        feed, output_norm = at(self._mlp_path), at(self._output_norm)
+        if self._shared_path is not None:
+            feed = partial(feed, shared=at(self._shared_path))
+        if output_norm is not None:
+            inner = feed
+            feed = lambda x: output_norm(inner(x))  # noqa: E731
+        norms = (at(name) if name in self._norms else None for name in _norm_names(block))
+        return LayerParts(at(self._mixer_path), feed, *norms)
 
-    def _mix(self, x: mx.array, state: ForwardState, cache: Any) -> mx.array:
-        return find(self, self._mixer_path or "")(x, state, cache)
+    def bind(self) -> Callable[[mx.array, ForwardState, Any], mx.array]:
+        """The call as one function, with the branches and norms that the layer has."""
+        parts, factor = self.parts(), self._multiplier
+        mixer, feed = parts.mixer, parts.feed
+        if self._block.parallel and mixer is not None and feed is not None:
+            pre = parts.pre_mixer or _as_it_is
 
-    def _feed(self, x: mx.array) -> mx.array:
-        mlp = find(self, self._mlp_path or "")
-        y = mlp(x, find(self, self._shared_path)) if self._shared_path is not None else mlp(x)
-        return self._norm(self._output_norm, y)
+            def both(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
+                normed = pre(x)
+                return x + _scaled(mixer(normed, state, cache) + feed(normed), factor)
+
+            return both
+        if parts.usual and factor == 1.0:
+            return _usual(parts.pre_mixer, mixer, parts.pre_mlp, feed)
+        mix = _branch(parts.pre_mixer, mixer, parts.post_mixer, factor)
+        add = _branch(parts.pre_mlp, feed, parts.post_mlp, factor)
+        if mixer is None:
+            return lambda x, state, cache: add(x)
+        return mix if feed is None else lambda x, state, cache: add(mix(x, state, cache))
 
     def make_cache(self) -> Any:
         """The mixer's cache, or None."""
         return find(self, self._mixer_path).make_cache() if self._mixer_path is not None else None
 
 
-class Decoder(nn.Module):
+@dataclass(frozen=True)
+class LayerParts:
+    """What a decoder layer calls; None for what it has not.
+
+    Args:
+        mixer: ``(x, state, cache)`` to the mixer's branch.
+        feed: ``x`` to the MLP's branch.
+    """
+
+    mixer: Callable[..., mx.array] | None
+    feed: Callable[..., mx.array] | None
+    pre_mixer: Callable[[mx.array], mx.array] | None
+    post_mixer: Callable[[mx.array], mx.array] | None
+    pre_mlp: Callable[[mx.array], mx.array] | None
+    post_mlp: Callable[[mx.array], mx.array] | None
+
+    @property
+    def usual(self) -> bool:
+        """Whether there are both branches, with a norm before each and none after."""
+        before = (self.mixer, self.feed, self.pre_mixer, self.pre_mlp)
+        return all(part is not None for part in before) and self.post_mixer is self.post_mlp is None
+
+
+def _norm_names(block: BlockSpec) -> tuple[str | None, ...]:
+    return block.pre_mixer, block.post_mixer, block.pre_mlp, block.post_mlp
+
+
+def _as_it_is(x: mx.array) -> mx.array:
+    return x
+
+
+def _scaled(branch: mx.array, factor: float) -> mx.array:
+    return branch if factor == 1.0 else branch * factor
+
+
+def _usual(pre_mixer: Any, mixer: Any, pre_mlp: Any, feed: Any) -> Callable[..., mx.array]:
+    """Both branches with a norm before each, as one function."""
+
+    def run(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
+        x = x + mixer(pre_mixer(x), state, cache)
+        return x + feed(pre_mlp(x))
+
+    return run
+
+
+def _branch(
+    pre: Callable[[mx.array], mx.array] | None,
+    module: Callable[..., mx.array] | None,
+    post: Callable[[mx.array], mx.array] | None,
+    factor: float,
+) -> Callable[..., mx.array]:
+    """``x + factor * post(module(pre(x), ...))`` with the steps that there are."""
+    if module is None:
+        return lambda x, *_: x
+    if pre is not None and post is None and factor == 1.0:
+        return lambda x, *rest: x + module(pre(x), *rest)
+    before, after = pre or _as_it_is, post or _as_it_is
+    return lambda x, *rest: x + _scaled(after(module(before(x), *rest)), factor)
+
+
+class Decoder(VersionedModule):
     """Embedding, layers and final norm.
 
     Args:
@@ -179,35 +257,64 @@ class Decoder(nn.Module):
         layers: list[Any] = find(self, self._names.layers)
         return layers
 
-    def _dtype(self) -> mx.Dtype | None:
-        """The type that the decoder computes in: that of a norm or another vector, which nothing packs."""
-        last = self if self._names.norm is None else find(self, self._names.norm)
-        vectors = (value for _, value in tree_flatten(last.parameters()) if value.ndim == 1)
-        return next((value.dtype for value in vectors if mx.issubdtype(value.dtype, mx.floating)), None)
+    def bind(self) -> DecoderSteps:
+        """The embedding, the final norm, and the vector whose type the decoder computes in."""
+        embed = find(self, self._names.embed)
+        norm = None if self._names.norm is None else find(self, self._names.norm)
+        vectors = [
+            (holder, leaf)
+            for _, holder in (self if norm is None else norm).named_modules()
+            for leaf, value in holder.items()
+            if isinstance(value, mx.array) and value.ndim == 1 and mx.issubdtype(value.dtype, mx.floating)
+        ]
+        return DecoderSteps(embed, norm, self.layer_list, vectors[0] if vectors else None)
 
     def __call__(
         self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
     ) -> mx.array:
         """Token ids ``[B, L]`` to hidden states ``[B, L, D]``; ``caches`` as :meth:`make_caches` gives."""
-        state = ForwardState(inputs, self._dtype())
+        steps: DecoderSteps = self.steps()
+        state = ForwardState(inputs, steps.dtype())
         if input_embeddings is not None:
             h = input_embeddings
         elif self._custom_embedding:
-            h = find(self, self._names.embed)(inputs, state, caches[0])
+            h = steps.embed(inputs, state, caches[0])
         else:
-            h = look_up(find(self, self._names.embed), inputs, state.dtype)
+            h = look_up(steps.embed, inputs, state.dtype)
         if self._multiplier != 1.0:
             h = h * mx.array(self._multiplier, h.dtype)
         if self._layer_inputs is not None:
-            state.shared[SHARED] = self._layer_inputs(self, inputs, h)
-        for layer, cache in zip(self.layer_list, caches[1:], strict=True):
+            state.layer_inputs = self._layer_inputs(self, inputs, h)
+        for layer, cache in zip(steps.layers, caches[1:], strict=True):
             h = layer(h, state, cache)
-        return h if self._names.norm is None else find(self, self._names.norm)(h)
+        return h if steps.norm is None else steps.norm(h)
 
     def make_caches(self) -> list[Any]:
         """A fresh cache, or None, for the embedding and then for each layer."""
         embedding = find(self, self._names.embed).make_cache() if self._custom_embedding else None
         return [embedding, *(layer.make_cache() for layer in self.layer_list)]
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderSteps:
+    """What a call of the decoder uses.
+
+    Args:
+        vector: the holder and name of a vector, which nothing packs; the decoder computes in its type.
+    """
+
+    embed: Any
+    norm: Any
+    layers: list[Any]
+    vector: tuple[nn.Module, str] | None
+
+    def dtype(self) -> mx.Dtype | None:
+        """The type that the decoder computes in, read anew because a cast replaces arrays in MLX's leaves."""
+        if self.vector is None:
+            return None
+        holder, leaf = self.vector
+        dtype: mx.Dtype = holder[leaf].dtype
+        return dtype
 
 
 @dataclass
@@ -232,7 +339,7 @@ class ModelArgs:
         return cls(resolve(family, config), dict(config), model_type=str(config.get("model_type", "")))
 
 
-class Model(LanguageModel):
+class Model(LanguageModel, VersionedModule):
     """A language model built from a plan, with the interface of mlx-lm's models.
 
     Args:
@@ -310,24 +417,32 @@ class Model(LanguageModel):
     ) -> mx.array:
         """Token ids ``[B, L]`` to logits ``[B, L, vocabulary]``."""
         caches = [None if cache is None or i is None else cache[i] for i in self._cache_of]
-        return self._logits(self.decoder(inputs, caches, input_embeddings))
+        decoder, logits = self.steps()
+        return logits(decoder(inputs, caches, input_embeddings))  # type: ignore[no-any-return]
 
-    def _logits(self, h: mx.array) -> mx.array:
-        head = self.args.plan.head
-        if self._head_norm is not None:
-            h = find(self, self._head_norm)(h)
+    def bind(self) -> tuple[Decoder, Callable[[mx.array], mx.array]]:
+        """The decoder, and hidden states [B, L, D] to logits [B, L, vocabulary]."""
+        head, decoder = self.args.plan.head, self.decoder
+        norm = find(self, self._head_norm) if self._head_norm is not None else _as_it_is
         if head.tied:
-            logits = find(self.decoder, self.args.plan.family.names.embed).as_linear(h)
-            logits = logits + find(self, f"{self._head}.bias") if head.bias else logits
+            product = find(decoder, self.args.plan.family.names.embed).as_linear
         else:
-            logits = find(self, self._head)(h)
-        if head.multiplier != 1.0:
-            logits = logits * head.multiplier
-        if head.divisor != 1.0:
-            logits = logits / head.divisor
-        if head.softcap:
-            logits = mx.tanh(logits / head.softcap) * head.softcap
-        return logits
+            product = find(self, self._head)
+        bias_of = find(self, self._head) if head.tied and head.bias else None
+
+        def logits(h: mx.array) -> mx.array:
+            y: mx.array = product(norm(h))
+            if bias_of is not None:
+                y = y + bias_of["bias"]
+            if head.multiplier != 1.0:
+                y = y * head.multiplier
+            if head.divisor != 1.0:
+                y = y / head.divisor
+            if head.softcap:
+                y = mx.tanh(y / head.softcap) * head.softcap
+            return y
+
+        return decoder, logits
 
     def make_cache(self) -> list[Any]:
         """The caches of the embedding and the layers that keep anything, as mlx-lm's prompt caches are."""

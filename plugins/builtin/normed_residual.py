@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -56,12 +57,22 @@ class NormedResidualLayer(DecoderLayer):
             )
         self._around_mixer, self._around_mlp = options.mixer[layer.type], options.mlp
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D]."""
-        x = self._norm(self._block.pre_mixer, x)
-        x = _sum(self._around_mixer, x, self._mix(x, state, cache))
-        x = self._norm(self._block.pre_mlp, x)
-        return _sum(self._around_mlp, x, self._feed(x))
+    def bind(self) -> Callable[[mx.array, ForwardState, Any], mx.array]:
+        """The call as one function."""
+        parts, around_mixer, around_mlp = self.parts(), self._around_mixer, self._around_mlp
+        mixer, feed, pre_mixer, pre_mlp = parts.mixer, parts.feed, parts.pre_mixer, parts.pre_mlp
+        assert mixer is not None
+        assert feed is not None
+        assert pre_mixer is not None
+        assert pre_mlp is not None
+
+        def run(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
+            x = pre_mixer(x)
+            x = _sum(around_mixer, x, mixer(x, state, cache))
+            x = pre_mlp(x)
+            return _sum(around_mlp, x, feed(x))
+
+        return run
 
 
 def _sum(factors: Factors, residual: mx.array, branch: mx.array) -> mx.array:

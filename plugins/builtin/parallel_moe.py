@@ -18,7 +18,7 @@ from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, make_norm, place
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.layers.options import read_options
-from mlx_experts.engine.layers.per_layer_inputs import SHARED
+from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.decoder import layer_path, make_mixer
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
@@ -38,7 +38,7 @@ class ParallelMoeOptions(Spec):
     expert_norm: ModulePath = Field(description="Norm after the experts.")
 
 
-class Frame(nn.Module):
+class Frame(VersionedModule):
     """What layers with and without experts share; `feed` tells them apart.
 
     LanguageModel in transformers' ``models/gemma4/modeling_gemma4.py`` (Gemma4TextDecoderLayer).
@@ -94,7 +94,8 @@ class Frame(nn.Module):
         x = x + self._normed(block.post_mlp, self.feed(x))
         if self._own_input:
             gate = apply(self._activation, None, self.per_layer_input_gate(x))
-            own = self.per_layer_projection(gate * state.shared[SHARED][:, :, self._index])
+            assert state.layer_inputs is not None
+            own = self.per_layer_projection(gate * state.layer_inputs[:, :, self._index])
             x = x + self.post_per_layer_input_norm(own)
         return x * self.layer_scalar
 

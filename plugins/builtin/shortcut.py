@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 from pydantic import Field
 
@@ -13,6 +12,7 @@ from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, make_norm, place
 from mlx_experts.engine.layers.options import read_options
+from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.decoder import make_mixer, make_mlp
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
@@ -29,7 +29,7 @@ class ShortcutOptions(Spec):
     dense: DenseSpec = Field(description="The MLP of each half; its path holds a list.")
 
 
-class ShortcutLayer(nn.Module):
+class ShortcutLayer(VersionedModule):
     """Two pre-norm halves; the experts read the first half's MLP input and are added at the end.
 
     LanguageModel in the LongCat-Flash report (2025), section 2.1, and in transformers'
@@ -70,9 +70,13 @@ class ShortcutLayer(nn.Module):
             place(self, name, norms)
         place(self, layer.moe.path, make_mlp(layer, plan, fused))
 
+    def bind(self) -> tuple[Any, ...]:
+        """Mixers, MLPs, norms before the mixers and before the MLPs, and the experts."""
+        return tuple(find(self, path) for path in self._paths)
+
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D]; ``cache`` holds one cache for each half."""
-        mixers, mlps, pre_mixer, pre_mlp, experts = (find(self, path) for path in self._paths)
+        mixers, mlps, pre_mixer, pre_mlp, experts = self.steps()
         shortcut: mx.array | float = 0.0
         for half in range(_HALVES):
             x = x + mixers[half](pre_mixer[half](x), state, cache[half] if cache is not None else None)

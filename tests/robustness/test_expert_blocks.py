@@ -63,7 +63,7 @@ def test_an_identity_expert_keeps_its_weight(name: str, fused: bool, lab: Any) -
     holder, _, leaf = moe._router.bias_path.rpartition(".")
     find(moe, holder)[leaf] = bias
     x = mx.random.normal((1, 1, moe._router.dims))
-    indices, weights = moe._router(moe, x)
+    indices, weights = moe.route(x)
     by_expert = dict(zip(indices.flatten().tolist(), weights.flatten().tolist(), strict=True))
     assert sorted(by_expert) == [1, real]
     experts = find(moe, moe.experts_path)

@@ -222,7 +222,7 @@ def test_biases_near_seven_pick_the_experts_that_float32_picks(lab: Any, tmp_pat
     loaded, _, _ = lab.load(lab.write(tmp_path, disk, config), dtype="bfloat16")
     block = loaded.layers[layer].mlp
     x = mx.random.normal((2000, 64), key=mx.random.key(5)).astype(mx.bfloat16)
-    indices, _ = block._router(block, x)
+    indices, _ = block.route(x)
     scores = 1 / (
         1 + np.exp(-(np.array(x.astype(mx.float32)) @ np.array(block.gate.weight.astype(mx.float32)).T))
     )

@@ -139,8 +139,8 @@ class SparseAttention(LatentAttention):
         if not self._shared:
             keys = self._index_keys(x, offset, cache)
             picked = self._pick(x, query_latent, keys, offset, mask) if sparse else None
-            state.shared["picked tokens"] = picked
-        picked = state.shared["picked tokens"] if sparse else None
+            state.picked_tokens = picked
+        picked = state.picked_tokens if sparse else None
         if picked is not None and L == 1:
             latent, k_rope = (_rows(t, picked) for t in (latent, k_rope))
             mask = mx.take_along_axis(mask, picked, axis=-1) if mask is not None else None

@@ -14,10 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from mlx_experts.engine.dispatch import expert_dispatch, tuning_cache
-from mlx_experts.engine.dispatch.expert_dispatch import Beside, ExpertDispatch
+from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
 from mlx_experts.engine.dispatch.policy import SWITCH, WIDTH_BOUND
 from mlx_experts.engine.kernels import activations, expert_weights, gather, naive
 from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.tools.bench_experts import relative_rms
 from mlx_experts.registry.errors import SettingError
@@ -265,7 +266,7 @@ def test_copies_are_independent_and_know_nothing_yet(container, token):
     y = dispatch(c, *token())
     for other in (copy.deepcopy(dispatch), copy.copy(dispatch), pickle.loads(pickle.dumps(dispatch))):
         assert (other.layer, other.activation, other.fused) == ("layers.0", SWIGLU, True)
-        assert other._decided is None
+        assert other._bound is None
         assert mx.array_equal(other(copy.deepcopy(c), *token()), y)
 
 
@@ -348,25 +349,42 @@ def test_an_index_that_is_no_expert_is_an_error(container, token, bad):
         ExpertDispatch("layers.0", SWIGLU)(container(), x, mx.array([[[0, bad]]], dtype=mx.uint32), weights)
 
 
+class Beside:
+    """A shared expert with a gate of its own, handed to a dispatch as a block does it."""
+
+    def __init__(self, x):
+        self.x, self.expert, self.gate = x, MLP(128, 64, SWIGLU), nn.Linear(128, 1)
+        self.bind()
+
+    def bind(self):
+        self.held = None
+        self.modules = SharedModules(self.expert.projections(), SWIGLU, self.gate)
+
+    def experts(self, dispatch, container):
+        if self.held is None or self.held[0] is not dispatch:
+            self.held = dispatch, dispatch.bind(container, self.modules)
+        return self.held[1]
+
+    def add(self, y):
+        return y + mx.sigmoid(self.gate(self.x)) * self.expert(self.x)
+
+    def run(self, dispatch, container, call):
+        y, added = self.experts(dispatch, container)(*call, "cpu")
+        return y if added else self.add(y)
+
+
 @pytest.fixture
 def beside(token):
-    """A shared expert with a gate of its own, and what adding it apart gives."""
-    shared, gate = MLP(128, 64, SWIGLU), nn.Linear(128, 1)
-    x = token().x
-
-    def make() -> Beside:
-        return Beside(shared.projections(), SWIGLU, gate, lambda y: y + mx.sigmoid(gate(x)) * shared(x))
-
-    return shared, gate, make
+    return Beside(token().x)
 
 
 def test_a_shared_expert_is_added_by_the_kernel_or_apart_with_one_result(
     container, token, fresh_trace, beside
 ):
-    c, call, (_, _, make) = container(), token(), beside
-    wanted = make().add(naive.experts_in_float32(expert_weights.read(c, SWIGLU), *call))
+    c, call = container(), token()
+    wanted = beside.add(naive.experts_in_float32(expert_weights.read(c, SWIGLU), *call))
     for fused in (True, False):
-        made = ExpertDispatch("layers.0", SWIGLU, fused)(c, *call, make())
+        made = beside.run(ExpertDispatch("layers.0", SWIGLU, fused), c, call)
         assert relative_rms(made, wanted) < 1e-5
     fused, gathered = fresh_trace.snapshot()
     assert (fused.path, fused.note) == ("fused", "with the shared expert")
@@ -375,18 +393,19 @@ def test_a_shared_expert_is_added_by_the_kernel_or_apart_with_one_result(
 
 @pytest.mark.parametrize("change", ["projection", "weight", "gate's weight"])
 def test_a_shared_expert_that_is_replaced_is_noticed(container, token, beside, change):
-    c, call, (shared, gate, make) = container(), token(), beside
+    c, call, shared = container(), token(), beside.expert
     dispatch, routed = ExpertDispatch("layers.0", SWIGLU), naive.experts_in_float32
-    before = dispatch(c, *call, make())
+    before = beside.run(dispatch, c, call)
     match change:
         case "projection":
             shared.up_proj = nn.Linear(128, 64, bias=False)
+            beside.bind()
         case "weight":
             shared.down_proj.weight = shared.down_proj.weight * 3
         case "gate's weight":
-            gate.weight = gate.weight * 3 + 0.1
-    wanted = make().add(routed(expert_weights.read(c, SWIGLU), *call))
-    made = dispatch(c, *call, make())
+            beside.gate.weight = beside.gate.weight * 3 + 0.1
+    wanted = beside.add(routed(expert_weights.read(c, SWIGLU), *call))
+    made = beside.run(dispatch, c, call)
     assert relative_rms(made, wanted) < 1e-5
     assert relative_rms(made, before) > 1e-3
 
@@ -394,10 +413,11 @@ def test_a_shared_expert_that_is_replaced_is_noticed(container, token, beside, c
 def test_a_shared_expert_under_an_adapter_is_added_apart_and_the_trace_says_why(
     container, token, fresh_trace, beside
 ):
-    c, call, (shared, _, make) = container(), token(), beside
-    shared.down_proj = LoRALinear.from_base(shared.down_proj)
-    wanted = make().add(naive.experts_in_float32(expert_weights.read(c, SWIGLU), *call))
-    assert relative_rms(ExpertDispatch("layers.0", SWIGLU)(c, *call, make()), wanted) < 1e-5
+    c, call = container(), token()
+    beside.expert.down_proj = LoRALinear.from_base(beside.expert.down_proj)
+    beside.bind()
+    wanted = beside.add(naive.experts_in_float32(expert_weights.read(c, SWIGLU), *call))
+    assert relative_rms(beside.run(ExpertDispatch("layers.0", SWIGLU), c, call), wanted) < 1e-5
     (row,) = fresh_trace.snapshot()
     assert row.path == "fused"
     assert "adapter" in row.note

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlx_experts.engine.dispatch import expert_dispatch, tuning_cache
-from mlx_experts.engine.dispatch.expert_dispatch import Beside, ExpertDispatch
+from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
 from mlx_experts.engine.dispatch.policy import SWITCH, WIDTH_BOUND
 from mlx_experts.engine.kernels import activations, expert_weights, gather, naive
 from mlx_experts.engine.kernels.request import Accept, Decline
@@ -69,12 +69,14 @@ def test_a_plugins_kernel_comes_before_the_back_ends_own_for_any_rows(container,
     assert kernel.asked == [1, 5]
 
 
-def test_a_shared_expert_beside_a_plugins_kernel_is_added_once(container, token, offer):
+def test_a_plugins_kernel_leaves_the_shared_expert_to_the_block(container, token, offer):
     offer(Offered())
     c, call, shared = container(), token(), MLP(128, 64, SWIGLU)
-    beside = Beside(shared.projections(), SWIGLU, None, lambda y: y + shared(call.x))
-    wanted = beside.add(naive.experts_in_float32(expert_weights.read(c, SWIGLU), *call))
-    assert relative_rms(ExpertDispatch("layers.0", SWIGLU)(c, *call, beside), wanted) < 1e-5
+    modules = expert_weights.SharedModules(shared.projections(), SWIGLU, None)
+    wanted = naive.experts_in_float32(expert_weights.read(c, SWIGLU), *call)
+    made, added = ExpertDispatch("layers.0", SWIGLU).bind(c, modules)(*call, "cpu")
+    assert not added
+    assert relative_rms(made, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("kernel", [Offered(verdict=NO), Offered(prepared=NO)], ids=["gate", "prepare"])

@@ -116,11 +116,11 @@ def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
         x = mx.random.normal((1, 1, module.input_width))
         module.use_fused(True)
         fused = module.route(x)
-        made = module._router._runs[device]
+        made = module._router.runs[device]
         assert (made.rule if isinstance(made, Decline) else None) == PLAIN.get(name)
         module.use_fused(False)
         plain = module.route(x)
-        assert module._router._runs[device].rule == "switch"
+        assert module._router.runs[device].rule == "switch"
         sort = [np.argsort(np.array(indices).ravel()) for indices, _ in (fused, plain)]
         chosen = [np.array(i).ravel()[o] for (i, _), o in zip((fused, plain), sort, strict=True)]
         shares = [np.array(w).ravel()[o] for (_, w), o in zip((fused, plain), sort, strict=True)]
@@ -135,4 +135,4 @@ def test_training_routes_by_plain_mlx_which_has_a_gradient() -> None:
     model.train()
     block.use_fused(True)
     block.route(mx.ones((1, 1, block.input_width)))
-    assert block._router._runs == {}
+    assert block._router.runs == {}

@@ -19,9 +19,9 @@ def test_rows_fall_into_powers_of_two(rows, label):
 def test_calls_are_counted_by_layer_path_rows_and_reason():
     trace = Trace()
     for layer in ("a", "b"):
-        trace.add(TraceKey(layer, "fused", "1", "cpu"))
-    trace.add(TraceKey("a", "gather", "5-8", "rows"), "rows: wanted 1, got 5")
-    trace.add(TraceKey("a", "fused", "1", "cpu"))
+        trace.tally(TraceKey(layer, "fused", "1", "cpu")).add()
+    trace.tally(TraceKey("a", "gather", "5-8", "rows"), "rows: wanted 1, got 5").add()
+    trace.tally(TraceKey("a", "fused", "1", "cpu")).add()
     assert trace.total() == 4
     assert trace.total("fused") == 3
     assert trace.total("fused", layer="a") == 2
@@ -30,10 +30,10 @@ def test_calls_are_counted_by_layer_path_rows_and_reason():
     assert {r.note for r in trace.snapshot() if r.path == "gather"} == {"rows: wanted 1, got 5"}
 
 
-def test_table_merges_layers_and_json_keeps_them():
+def test_table_merges_layers():
     trace = Trace()
     for layer in ("a", "b", "c"):
-        trace.add(TraceKey(layer, "fused", "1", "cpu"))
+        trace.tally(TraceKey(layer, "fused", "1", "cpu")).add()
     (line,) = trace.table()
     assert (line.layer, line.count) == ("3 layers", 3)
     assert [row.layer for row in trace.snapshot()] == ["a", "b", "c"]
@@ -41,27 +41,37 @@ def test_table_merges_layers_and_json_keeps_them():
 
 def test_reset_forgets_counts_and_notes():
     trace = Trace()
-    trace.add(TraceKey("a", "gather", "2", "rows"), "note")
+    trace.tally(TraceKey("a", "gather", "2", "rows"), "note").add()
     trace.reset()
     assert trace.snapshot() == []
-    trace.add(TraceKey("a", "gather", "2", "rows"), "other")
+    trace.tally(TraceKey("a", "gather", "2", "rows"), "other").add()
     assert trace.snapshot()[0].note == "other"
+
+
+def test_a_decision_counts_on_after_a_reset():
+    trace = Trace()
+    tally = trace.tally(TraceKey("a", "fused", "1", "cpu"))
+    for calls in (3, 2):
+        trace.reset()
+        for _ in range(calls):
+            tally.add()
+        assert trace.total() == calls
 
 
 def test_the_note_of_the_first_call_stays():
     trace = Trace()
     for rows in (5, 6):
-        trace.add(TraceKey("a", "gather", "5-8", "rows"), f"rows: wanted 1, got {rows}")
+        trace.tally(TraceKey("a", "gather", "5-8", "rows"), f"rows: wanted 1, got {rows}").add()
     assert trace.snapshot()[0].note == "rows: wanted 1, got 5"
 
 
 def test_no_call_is_lost_between_threads():
     trace = Trace()
-    key = TraceKey("a", "fused", "1", "cpu")
+    tally = trace.tally(TraceKey("a", "fused", "1", "cpu"))
 
     def many():
         for _ in range(20_000):
-            trace.add(key)
+            tally.add()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that threads meet inside `add`

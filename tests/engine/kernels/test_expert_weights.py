@@ -60,10 +60,10 @@ def test_facts_name_what_the_arrays_are(container, stored):
 
 
 @pytest.mark.parametrize("change", ["quantise", "weight", "adapter", "bias added", "load"])
-def test_a_snapshot_notices_what_is_replaced(container, change):
+def test_what_is_held_notices_what_is_replaced(container, change):
     c = container()
-    seen = expert_weights.Snapshot.of(c)
-    assert seen.holds(c)
+    seen = expert_weights.Held.of(c)
+    assert seen.stands()
     match change:
         case "quantise":
             nn.quantize(c, 64, 4)
@@ -75,4 +75,4 @@ def test_a_snapshot_notices_what_is_replaced(container, change):
             c.up_proj.bias = mx.zeros((6, 192))
         case "load":
             c.load_weights([("up_proj.weight", mx.zeros((6, 192, 128)))], strict=False)
-    assert not seen.holds(c)
+    assert not seen.stands()

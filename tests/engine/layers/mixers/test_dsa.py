@@ -106,9 +106,9 @@ def test_a_layer_without_an_indexer_attends_by_the_picks_before_it() -> None:
     assert isinstance(shared.make_cache(), KVCache)
     x, state = tokens(), state_of(tokens())
     full(x, state)
-    picked = state.shared["picked tokens"]
+    picked = state.picked_tokens
     shared(x, state)
-    assert state.shared["picked tokens"] is picked
+    assert state.picked_tokens is picked
     # With the picks of its neighbour, and the neighbour's weights, it is its neighbour.
     shared.update(tree_unflatten([(k, v) for k, v in tree_flatten(full.parameters()) if "indexer" not in k]))
     assert close(shared(x, state), full(x, state_of(x)))
