@@ -19,7 +19,6 @@ from mlx_experts.engine.tools.inspect import Inspection, inspect_checkpoint
 from mlx_experts.registry.catalog.catalog import Catalog, bundled_folder, merge
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.catalog.family_format import EDITOR_WORDS, SCHEMA_FILE, formatted
-from mlx_experts.registry.catalog.yaml_reader import read_yaml
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import ConfigError, RegistryError, UnknownFamilyError
 from mlx_experts.registry.resolve.tiny_config import config_keys
@@ -145,7 +144,7 @@ def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str
 
 def _one_level(nearest: str, change: dict[str, Any], catalog: Catalog) -> tuple[str, dict[str, Any]]:
     """A base that extends nothing, and what the draft states on top of it."""
-    own, _ = read_yaml(catalog.path(nearest))
+    own = catalog.stated(nearest)
     root = own.get("extends")
     if root is None:
         return nearest, change

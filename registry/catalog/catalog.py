@@ -109,6 +109,21 @@ class Catalog:
             )
         return self.entries[name].path
 
+    def stated(self, name: str) -> dict[str, Any]:
+        """What a family's own file states, without what it extends; shorthands are spelled out.
+
+        Raises:
+            UnknownFamilyError: no file describes it.
+            SpecError: its file is wrong.
+        """
+        path = self.path(name)
+        data, lines = read_yaml(path)
+        base = data.get("extends")
+        names = _defined(read_yaml(self.path(base))[0]) if isinstance(base, str) else {}
+        written = spelled_out(data, merge(names, _defined(data)), lines, path)
+        written.pop("define", None)
+        return written
+
     def _merged(self, name: str) -> tuple[dict[str, Any], Lines, Path]:
         path = self.path(name)
         data, lines = read_yaml(path)

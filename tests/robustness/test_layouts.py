@@ -102,7 +102,9 @@ def test_a_missing_expert_is_named_and_nothing_is_consumed(name: str, index: int
     layout = model.converter.spec.experts[index]
     stack = model.converter.stack(model.plan.moe_layers[0])
     disk = model.converter.export(lab.parameters(model), index)
-    gone = next(n for n in disk if n.endswith(f"{layout.path.split('.')[-1]}.2.{layout.projections[-1]}.weight"))
+    gone = next(
+        n for n in disk if n.endswith(f"{layout.path.split('.')[-1]}.2.{layout.projections[-1]}.weight")
+    )
     lacking = {n: v for n, v in disk.items() if n != gone}
     before = dict(lacking)
     with pytest.raises(TensorError) as caught:

@@ -41,7 +41,7 @@ def test_normalising_is_left_out_for_a_single_expert_where_the_family_says_so() 
 
 
 def test_a_clamped_sum_is_said_as_a_clamp() -> None:
-    made = steps(normalise={"enabled": True, "clamp": 1e-12})
+    made = steps(renormalize={"enabled": True, "clamp": 1e-12})
     assert (made.normalise, made.eps) == ("clamp", 1e-12)
 
 
