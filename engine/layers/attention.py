@@ -309,6 +309,11 @@ class Attention(Mixer):
             self[spec.sinks] = self[spec.sinks][group.rank() * heads : (group.rank() + 1) * heads]
         self.heads, self.kv_heads = heads, kv_heads
 
+    @property
+    def may_forget(self) -> bool:
+        """Chunks are counted from the first token, so a layer that has them needs every key's place."""
+        return not self._spec.chunk
+
     def make_cache(self) -> Any:
         """A cache for this layer, or None where it reads another's."""
         if self.reuses_kv:

@@ -23,6 +23,11 @@ class Mixer(VersionedModule):
         """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
         raise NotImplementedError
 
+    @property
+    def may_forget(self) -> bool:
+        """Whether it computes rightly where its cache no longer holds the oldest tokens."""
+        return True
+
     def make_cache(self) -> Any:
         """A fresh cache, or None when the mixer keeps nothing."""
         raise NotImplementedError

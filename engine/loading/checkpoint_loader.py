@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
@@ -121,6 +121,8 @@ def _fill(
     prepared.audit.check(hint=prepared.hint)
     report.ignored, report.formats = prepared.ignored, prepared.formats
     report.notices += [*model.remarks, *prepared.notices]
+    own = _own_dtype(model, prepared.tensors)
+    model.stored_dtype = next((name for name, each in _DTYPES.items() if each == own), None)
     tensors = cast_tensors(model, prepared.tensors, report.dtype)
     model.update(tree_unflatten(list(tensors.items())))
     if prepared.untied:
@@ -162,6 +164,14 @@ def cast_tensors(
         else value
         for name, value in tensors.items()
     }
+
+
+def restore_dtype(model: LanguageModel) -> None:
+    """Give a model that was widened to float32 for the CPU's sake the checkpoint's dtype back."""
+    if model.stored_dtype not in (None, "float32"):
+        widened = {n: v for n, v in tree_flatten(model.parameters()) if v.dtype == mx.float32}
+        narrow = cast_tensors(model, widened, model.stored_dtype)
+        model.update(tree_unflatten(list(narrow.items())))
 
 
 def _own_dtype(model: LanguageModel, tensors: Mapping[str, mx.array]) -> mx.Dtype:

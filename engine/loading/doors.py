@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_experts.engine.loading.api import load_model, put_adapters, read_tokenizer, save_tensors
+from mlx_experts.engine.loading.checkpoint_loader import restore_dtype
+from mlx_experts.engine.loading.prompt_caches import unbounded
 from mlx_experts.engine.loading.sharding import spread
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.known_families import catalog
@@ -31,6 +33,7 @@ from mlx_experts.registry.checkpoint.hub import resolve_path
 from mlx_experts.registry.errors import QuantizationError, SettingError, UnknownFamilyError
 
 _ORIGINALS = {name: getattr(utils, name) for name in ("load", "load_model", "sharded_load", "save_model")}
+_ORIGINALS["make_prompt_cache"] = make_prompt_cache
 _FILL = nn.Module.load_weights
 # Keys of mlx-lm's ``model_config`` that ask for another engine than the checkpoint's.
 _ACTIVATIONS = "quantize_activations"
@@ -49,6 +52,7 @@ class Doors:
     tell: Callable[[str], None]
     options: Mapping[str, Any] = field(default_factory=dict)
     ready: Callable[[nn.Module], None] = lambda model: None
+    _said: set[str] = field(default_factory=set)
 
     def load(
         self,
@@ -128,9 +132,19 @@ class Doors:
     def save_model(self, save_path: str | Path, model: nn.Module, *, donate_model: bool = False) -> None:
         """As ``mlx_lm.utils.save_model``, in the layout that the family declares."""
         if isinstance(model, LanguageModel):
+            if "dtype" not in self.options:
+                restore_dtype(model)
             save_tensors(Path(save_path), model, donate_model=donate_model)
         else:
             _ORIGINALS["save_model"](save_path, model, donate_model=donate_model)
+
+    def make_prompt_cache(self, model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
+        """As ``mlx_lm.models.cache.make_prompt_cache``, which says where it cannot bound the caches."""
+        reason = unbounded(model, max_kv_size)
+        if reason is not None and reason not in self._said:
+            self._said.add(reason)
+            self.tell(reason)
+        return list(make_prompt_cache(model, max_kv_size))
 
     def is_dense(self, folder: Path, quiet: bool = False) -> bool:
         """Whether a checkpoint is dense and of no family, so that mlx-lm runs it.
@@ -237,13 +251,6 @@ def replace(pairs: list[tuple[Any, Any]]) -> None:
             for old, new in pairs:
                 if value is old or (callable(value) and value == old):
                     setattr(module, attribute, new)
-
-
-def known_by(module: ModuleType, *functions: Any) -> bool:
-    """Whether a module has imported one of these functions by name."""
-    return any(
-        value == function for value in vars(module).values() for function in functions if callable(value)
-    )
 
 
 def _guarded(self: nn.Module, file_or_weights: Any, strict: bool = True) -> nn.Module:

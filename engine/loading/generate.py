@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+import logging
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +14,11 @@ from mlx_lm.generate import batch_generate as _batch
 from mlx_lm.generate import generate as _whole
 from mlx_lm.generate import stream_generate as _stream
 
+from mlx_experts.engine.loading.prompt_caches import unbounded
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.registry.errors import SettingError
 
+_LOG = logging.getLogger("mlx_experts")
 Ids = Sequence[int] | mx.array
 
 
@@ -32,6 +35,7 @@ def generate(
         SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
     _check(model, [prompt], options)
+    _say_unbounded(model, options)
     text: str = _whole(model, tokenizer, prompt, verbose, **options)
     return text
 
@@ -49,6 +53,7 @@ def stream_generate(
         SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
     _check(model, [prompt], options)
+    _say_unbounded(model, options)
     return _stream(model, tokenizer, prompt, max_tokens, **options)
 
 
@@ -88,6 +93,12 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_start)
     return ids
+
+
+def _say_unbounded(model: nn.Module, options: Mapping[str, Any]) -> None:
+    reason = unbounded(model, options.get("max_kv_size"))
+    if reason is not None:
+        _LOG.warning("%s", reason)
 
 
 def _check(model: nn.Module, prompts: Iterable[str | Ids], options: dict[str, Any]) -> None:

@@ -15,6 +15,9 @@ from mlx_experts.registry.resolve.planner import Plan
 class LanguageModel(nn.Module):
     """A model that a plan describes, with the interface of mlx-lm's models."""
 
+    # Name of the dtype that the checkpoint computes in; None for a model that no checkpoint has filled.
+    stored_dtype: str | None = None
+
     if TYPE_CHECKING:
         cast_predicate: Any
 

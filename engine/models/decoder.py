@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import Mixer
@@ -372,8 +373,15 @@ class Model(LanguageModel, VersionedModule):
         if self._head_norm is not None:
             place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
         self._converter = self._make_converter()
-        caches = [cache is not None for cache in self.decoder.make_caches()]
+        made = self.decoder.make_caches()
+        caches = [cache is not None for cache in made]
         self._cache_of = [sum(caches[:i]) if has else None for i, has in enumerate(caches)]
+        mixers = [module for module in self.modules() if isinstance(module, Mixer)]
+        self._plain_caches = (
+            made[0] is None
+            and all(type(cache) is KVCache for cache in made[1:])
+            and all(mixer.may_forget for mixer in mixers)
+        )
 
     def _make_converter(self) -> WeightConverter:
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
@@ -444,8 +452,19 @@ class Model(LanguageModel, VersionedModule):
 
         return decoder, logits
 
-    def make_cache(self) -> list[Any]:
-        """The caches of the embedding and the layers that keep anything, as mlx-lm's prompt caches are."""
+    @property
+    def make_cache(self) -> Callable[[], list[Any]]:  # type: ignore[override]
+        """Makes the caches of the embedding and the layers that keep anything, as mlx-lm's prompt caches are.
+
+        Raises:
+            AttributeError: every layer keeps plain keys and values. mlx-lm makes such caches itself, and
+                within ``max_kv_size`` where that is asked for.
+        """
+        if self._plain_caches:
+            raise AttributeError("make_cache: mlx-lm makes the caches of this model")
+        return self._own_caches
+
+    def _own_caches(self) -> list[Any]:
         return [cache for cache in self.decoder.make_caches() if cache is not None]
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:

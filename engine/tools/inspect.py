@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
@@ -253,7 +253,7 @@ def _cache_bytes(model: LanguageModel, context: int) -> int:
     """
     backbone = model.plan.family.backbone
     length = context if backbone is not None and backbone.cache is not None else 2
-    cache = model.make_cache()
+    cache = make_prompt_cache(model)
     model(mx.zeros((1, length), dtype=mx.int32), cache=cache)
     return sum(_grown(each, context) for each in cache)
 

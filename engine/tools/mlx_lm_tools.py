@@ -16,11 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-from mlx_lm import utils
 
 from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.loading.checkpoint_loader import STORED
-from mlx_experts.engine.loading.doors import Doors, known_by, open_doors
+from mlx_experts.engine.loading.doors import Doors, open_doors
 from mlx_experts.engine.loading.warm_up import warm_up
 from mlx_experts.registry.checkpoint.hub import resolve_path
 from mlx_experts.registry.errors import RegistryError, SettingError
@@ -31,19 +30,8 @@ _CALLER = "cli"
 # It loads in a thread of its own, whose end nobody would notice.
 _SERVER = "server"
 _MODELS = ("--model", "--draft-model")
-# What a tool may raise over its arguments, its data and its models.
-_FOREIGN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+# They change tensors and write them, in the dtype that they are stored in.
+_RUN_NO_MODEL = frozenset({"convert", "fuse"})
 
 
 @dataclass(frozen=True)
@@ -103,9 +91,8 @@ def run_tool(
     trace.reset()
     with open_doors(doors), _argv(tool, arguments):
         module = _imported(tool)
-        if known_by(module, doors.save_model, utils.save) and "dtype" not in settings:
-            # What is written keeps the checkpoint's dtype, on a device that computes in another too.
-            settings["dtype"] = STORED
+        if tool.name in _RUN_NO_MODEL:
+            settings.setdefault("dtype", STORED)
         if tool.name == _SERVER:
             doors.ready = lambda model: warm_up(model, say)
             _look_at_models(doors, arguments)
@@ -114,7 +101,7 @@ def run_tool(
             module.main()
         except RegistryError:
             raise
-        except _FOREIGN as error:
+        except Exception as error:
             raise _stopped(tool, error) from error
         finally:
             fused, gathered = trace.total("fused"), trace.total("gather")

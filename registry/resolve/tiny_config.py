@@ -212,9 +212,8 @@ def _type_of(annotation: Any) -> str:
 
 def _guess(field: str, ref: Ref, kind: str) -> Any:
     """A value for a reference, or None to leave the stated default alone."""
-    known = ref.map if ref.map is not None else ref.only
-    if known is not None:
-        return next(iter(known)) if ref.required else None
+    if ref.map is not None:
+        return next(iter(ref.map)) if ref.required else None
     if kind == "bool":
         return False if ref.required else None
     if field in _FIELDS and (kind != "any" or ref.required or isinstance(ref.default, int)):

@@ -6,6 +6,8 @@ from typing import Any
 
 from mlx_experts.registry.spec.family import Family
 
+SCHEMA_FILE = "family.schema.json"
+
 
 def family_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) with a description for every key."""

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_in_mlx_lm
 from mlx_lm.utils import quantize_model
 
@@ -77,7 +78,7 @@ def test_layers_that_share_projections_keep_caches_and_key_norms_of_their_own() 
     assert "model.layers.0.self_attn.k_proj.weight" in names
     assert "model.layers.1.self_attn.k_proj.weight" not in names
     assert "model.layers.1.self_attn.key_layernorm.weight" in names
-    cache = model.make_cache()
+    cache = make_prompt_cache(model)
     assert len(cache) == len(model.layers)
     pieces = mx.concatenate([model(IDS[:, :4], cache=cache), model(IDS[:, 4:], cache=cache)], axis=1)
     assert mx.allclose(pieces, model(IDS), atol=1e-4).item()
