@@ -229,7 +229,7 @@ class BoundExperts:
     """
 
     def __init__(self, dispatch: ExpertDispatch, container: nn.Module, shared: SharedModules | None) -> None:
-        self._dispatch, self.container, self._shared = dispatch, container, shared
+        self.dispatch, self.container, self._shared = dispatch, container, shared
         self._decided = self._start()
 
     def _start(self) -> _Decided:
@@ -256,7 +256,7 @@ class BoundExperts:
         kind = (1 if rows == 1 else rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
         decision = by_kind.get(kind)
         if decision is None:
-            decision = by_kind[kind] = self._dispatch.decide(
+            decision = by_kind[kind] = self.dispatch.decide(
                 container, x, rows, indices.shape[-1], device, self._shared
             )
         if decision.run is not None:
@@ -264,6 +264,6 @@ class BoundExperts:
             if not isinstance(y, Decline):
                 decision.tally.add()
                 return y, decision.adds_shared
-            decision = by_kind.setdefault((*kind, y.rule), self._dispatch.gathered(rows, y))
+            decision = by_kind.setdefault((*kind, y.rule), self.dispatch.gathered(rows, y))
         decision.tally.add()
-        return gather.experts(container, self._dispatch.activation, x, indices, weights), False
+        return gather.experts(container, self.dispatch.activation, x, indices, weights), False

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
+from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.bench_decode import compare_decoding
@@ -33,13 +33,13 @@ def test_both_paths_decode_the_same_text_and_every_layer_ran_fused(model):
 
 
 def test_the_first_difference_is_reported_with_its_gap(model, monkeypatch):
-    real = ExpertDispatch.__call__
+    real = BoundExperts.__call__
 
-    def wrong(self, container, x, indices, weights):
-        y = real(self, container, x, indices, weights)
-        return 30 * mx.flip(y, axis=-1) if self.fused and x.shape[1] == 1 else y
+    def wrong(self, x, *routed):
+        y, added = real(self, x, *routed)
+        return (30 * mx.flip(y, axis=-1) if self.dispatch.fused and x.shape[1] == 1 else y), added
 
-    monkeypatch.setattr(ExpertDispatch, "__call__", wrong)
+    monkeypatch.setattr(BoundExperts, "__call__", wrong)
     result = compare_decoding(model, mx.array(PROMPT), tokens=6, rounds=1)
     assert result.agree < 6
     assert result.gap is not None
