@@ -22,7 +22,7 @@ from mlx_experts.engine.models.adopt import Unfit, block_path, put_in_place, sha
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.weights.conversion import Converted, WeightConverter
-from mlx_experts.engine.weights.dequantize import Decoded
+from mlx_experts.engine.weights.dequantize import Decoded, check_kinds, find_encodings
 from mlx_experts.engine.weights.tensor_tree import Tensors
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.errors import ConfigError, DeviceError, SpecError, TensorError
@@ -57,9 +57,26 @@ class BackboneConverter(WeightConverter):
         super().__init__(plan, shapes)
         self._sanitize = sanitize
 
-    def decode(self, arrays: Mapping[str, mx.array], *args: Any, **kwargs: Any) -> Decoded:
-        """The arrays as they are: mlx-lm's ``sanitize`` reads the encodings of its family itself."""
-        return Decoded(dict(arrays))
+    def decode(
+        self,
+        arrays: Mapping[str, mx.array],
+        config: Mapping[str, Any],
+        dtypes: Mapping[str, str] | None = None,
+        dense: mx.Dtype = mx.bfloat16,
+        *,
+        values: bool = True,
+        parameters: Mapping[str, mx.Dtype] | None = None,
+    ) -> Decoded:
+        """The arrays as they are: mlx-lm's ``sanitize`` undoes the encodings of its family itself.
+
+        Raises:
+            QuantizationError: an encoding is incomplete, which mlx-lm does not look for.
+            TensorError: a tensor's dtype is one that no parameter takes.
+        """
+        plan = find_encodings(arrays, config, dtypes, dense, values)
+        if parameters is not None:
+            check_kinds(arrays, plan, dtypes or {}, parameters)
+        return Decoded(dict(arrays), plan.entry)
 
     def convert(self, tensors: Mapping[str, mx.array], *, values: bool = True) -> Converted:
         """From names on disk to the module tree, of tensors that no rule ignores.

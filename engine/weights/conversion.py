@@ -98,9 +98,10 @@ class WeightConverter:
         dense: mx.Dtype = mx.bfloat16,
         *,
         values: bool = True,
+        parameters: Mapping[str, mx.Dtype] | None = None,
     ) -> Decoded:
         """Undo the encodings that MLX has no module for; the arguments are those of ``decode_encodings``."""
-        return decode_encodings(arrays, config, dtypes, dense, values)
+        return decode_encodings(arrays, config, dtypes, dense, values, parameters)
 
     def ignore(self, tensors: Mapping[str, mx.array]) -> tuple[Tensors, Counter[str]]:
         """The tensors that no rule ignores, and how many each rule ignored, by rule."""
@@ -252,8 +253,11 @@ class WeightConverter:
         """Undo what original files store differently: zero-centred norms."""
         if self.plan.norm.offset == "load":
             for name in tensors:
-                if name in self.tree.shapes and self._is_centred_norm(name):
-                    tensors[name] = tensors[name] + 1.0
+                value = tensors[name]
+                # The audit refuses anything but floats, which an addition would hide.
+                floats = mx.issubdtype(value.dtype, mx.floating)
+                if floats and name in self.tree.shapes and self._is_centred_norm(name):
+                    tensors[name] = value + 1.0
 
     def _is_centred_norm(self, name: str) -> bool:
         parent, _, leaf = name.rpartition(".")

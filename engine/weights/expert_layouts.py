@@ -217,6 +217,10 @@ def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tens
                 )
                 continue
             names = [f"{base}.{e}.{leaf}.{suffix}" for e in range(stack.experts)]
+            dtypes = {tensors[name].dtype for name in names}
+            if len(dtypes) > 1 and not all(mx.issubdtype(dtype, mx.floating) for dtype in dtypes):
+                shown = ", ".join(sorted(str(dtype).removeprefix("mlx.core.") for dtype in dtypes))
+                faults.append(f"{base}.{{expert}}.{leaf}.{suffix} is not of one dtype: {shown}")
             if len({tuple(tensors[name].shape) for name in names}) > 1:
                 faults.append(f"{base}.{{expert}}.{leaf}.{suffix} is not of one shape in all experts")
     beyond = _beyond(layout, stack, tensors)

@@ -54,11 +54,15 @@ class AbsorbOperation:
         done = False
         for at in self.source.in_layers(tree.num_layers):
             module = self.source.fill(at)
-            if not module_tensors(tensors, module):
+            if not module_tensors(tensors, module).keys() - {"bias"}:
                 continue
             embed, unembed = _targets(module)
             h, c, n, v = _sizes(module, tree)
-            weight, packing = _unpacked(take(tensors, module), c, module)
+            found = take(tensors, module)
+            if "bias" in found:
+                # No place for it: whoever audits the load decides.
+                put(tensors, module, {"bias": found.pop("bias")})
+            weight, packing = _unpacked(found, c, module)
             if weight.shape != (h * (n + v), c):
                 raise TensorError(
                     "the keys' and values' up-projection does not fit the heads",

@@ -25,6 +25,10 @@ from mlx_experts.engine.weights.tensor_tree import Tensors
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.resolve.planner import Plan
 
+# AutoGPTQ and its kin write a bias for every module, of zeros where the model has none.
+_WITH_BIASES = frozenset({"awq", "gptq"})
+ZERO_BIASES = "biases of zeros that the model does not have"
+
 
 class Target(Protocol):
     """A model that a checkpoint is prepared for."""
@@ -101,7 +105,9 @@ def prepare(
         arrays = load_arrays(checkpoint, progress, names)
     else:
         arrays = {name: placeholder(checkpoint.tensors[name]) for name in names}
-    decoded = converter.decode(arrays, config, stored_dtypes(checkpoint), dense, values=values)
+    kinds = {name: value.dtype for name, value in tree_flatten(model.parameters())}
+    dtypes = stored_dtypes(checkpoint)
+    decoded = converter.decode(arrays, config, dtypes, dense, values=values, parameters=kinds)
     converted = converter.convert(decoded.weights, values=values)
     notices = list(decoded.notices)
     if converted.own_head:
@@ -114,8 +120,13 @@ def prepare(
         f"the checkpoint has no {rule}; the {count} parameters are taken as zero"
         for rule, count in converted.missing.items()
     ]
+    if decoded.encodings & _WITH_BIASES:
+        extra = zero_biases(converted.tensors, converter.tree.shapes, values)
+        if extra:
+            converted.ignored[ZERO_BIASES] += extra
     entry = decoded.quantization or settings(config)
-    reader = Reader(entry, converter)
+    declared = config.get("quantization") or config.get("quantization_config") or {}
+    reader = Reader(entry, converter, foreign="quant_method" in declared)
     formats = quantize_modules(model, converted.tensors, reader)
     parameters = dict(tree_flatten(model.parameters()))
     tensors = {n: _in_width(value, parameters.get(n)) for n, value in converted.tensors.items()}
@@ -131,6 +142,24 @@ def prepare(
         converted.own_head,
         missing_head(target.plan, found.missing),
     )
+
+
+def zero_biases(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], values: bool) -> int:
+    """Remove biases of modules that have none where they are zero; how many there were.
+
+    Args:
+        values: whether the tensors hold values; without, all such biases count as zero.
+    """
+    extra = [
+        name
+        for name in tensors
+        if name.endswith(".bias") and name not in shapes and f"{name.removesuffix('bias')}weight" in tensors
+    ]
+    if values:
+        extra = [name for name in extra if not mx.any(tensors[name]).item()]
+    for name in extra:
+        del tensors[name]
+    return len(extra)
 
 
 def _in_width(value: mx.array, parameter: mx.array | None) -> mx.array:

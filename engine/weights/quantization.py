@@ -71,10 +71,12 @@ class Reader:
 
     Args:
         entry: the config's quantisation entry.
+        foreign: another library's method is declared, which the checkpoint's conversion has read.
         places: brings declared module paths to the module tree, as tensor names are brought.
     """
 
-    def __init__(self, entry: Mapping[str, Any], places: Places) -> None:
+    def __init__(self, entry: Mapping[str, Any], places: Places, foreign: bool = False) -> None:
+        self._foreign = foreign
         self.default = {k: entry[k] for k in _SCALARS if entry.get(k) is not None}
         self._overrides: dict[str, tuple[str, Any]] = {}
         self._unmatched: list[str] = []
@@ -88,7 +90,10 @@ class Reader:
                 if modules:
                     self._note("quantisation entries are ignored, because they are no objects", key)
                 continue
-            self._overrides.update((path, (key, value)) for path in modules)
+            for path in modules:
+                # A module's own name wins over other names for it, wherever the two stand.
+                if self._overrides.get(path, ("", None))[0] != path:
+                    self._overrides[path] = (key, value)
             if not modules:
                 self._unmatched.append(key)
 
@@ -118,12 +123,25 @@ class Reader:
                 found=shapes,
                 hint="check that config.json belongs to these weights",
             )
-        if isinstance(override, Mapping) and override.get("mode") is None:
+        stated = override if isinstance(override, Mapping) else {}
+        if stated.get("global_scale") is True and not stored.global_scale:
+            raise QuantizationError(
+                "the config gives a module a scale of the whole, and the checkpoint has none",
+                where=path,
+                expected=f"{path}.global_scale",
+                hint="get the missing file; without the scale every value is off by the same factor",
+            )
+        plain = self.default.get("mode") is None and stored.mode == "affine"
+        if override is not False and stated.get("mode") is None and (stated or plain):
             # The default's mode is meant, or, as MLX itself reads it, affine; the tensors show which.
-            declared = self._declared({**override, "mode": stored.mode})
+            declared = self._declared({**stated, "mode": stored.mode})
             self._as_declared &= stored.mode == "affine"
         if not declared:
-            self._note(f"the config does not say how modules are quantised; the tensors are {stored}", path)
+            if not self._foreign:
+                self._note(
+                    f"the config does not say how modules are quantised; the tensors are {stored}", path
+                )
+            self._as_declared = False
         elif declared != str(stored):
             self._note(f"the config says {declared}, the tensors are {stored}; the tensors are right", path)
         return stored
@@ -135,9 +153,11 @@ class Reader:
         entry = {**self.default, **(override if isinstance(override, Mapping) else {})}
         if not entry.keys() & {"bits", "group_size"}:
             return ""
-        mode, bits, group = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
+        mode, bits, group = entry.get("mode"), entry.get("bits"), entry.get("group_size")
         if isinstance(mode, str) and type(bits) is int and type(group) is int:
             return str(Format(bits, group, mode))
+        if mode is None and type(bits) is int and type(group) is int:
+            return f"{bits}-bit group {group} and no mode"
         return f"mode {short(mode)}, bits {short(bits)}, group_size {short(group)}"
 
     @property
@@ -159,7 +179,7 @@ class Reader:
         if self._unmatched:
             rows["quantisation entries that match no module"] = self._unmatched
         found = [f"{remark}: {', '.join(collapse(names, 'modules'))}" for remark, names in rows.items()]
-        declared = self._declared(None)
+        declared = self._declared({"mode": self.default.get("mode") or "affine"})
         if declared and not self._packed:
             found.append(f"the config says {declared}, and no tensor is quantised; the tensors are right")
         return found
@@ -186,7 +206,8 @@ def stored_format(tensors: Mapping[str, mx.array | None], width: int) -> Format 
     has_global = tensors.get("global_scale") is not None
     if biases is not None:
         fits = biases.shape == scales.shape and bits in AFFINE_BITS and group in AFFINE_GROUPS
-        return Format(bits, group, "affine") if fits and scales.dtype != mx.uint8 else None
+        floats = all(mx.issubdtype(each.dtype, mx.floating) for each in (scales, biases))
+        return Format(bits, group, "affine") if fits and floats else None
     if scales.dtype != mx.uint8:
         return None
     for mode, pair in FLOAT_MODES.items():

@@ -30,6 +30,8 @@ def read_transposed(parts: Parts, declared: Declared) -> Encoded:
         QuantizationError: a companion is absent or does not fit.
     """
     name = parts.sources["weight"]
+    if "order" in declared.always and "order" not in parts.tensors:
+        raise refuse(name, "desc_act is true, and a packed weight has no order of its columns.", "g_idx")
     absent = [role for role in ("zero_point", "scale") if role not in parts.tensors]
     if absent:
         raise refuse(name, "A packed weight has no zero points or scales.", "qweight, qzeros and scales")

@@ -204,7 +204,16 @@ def _packed(
         f"{parts.module}.weight": Plane("U32", (*rows, words)),
         f"{parts.module}.scales": Plane("U8", (*rows, groups)),
     }
-    if role := next((role for role in _GLOBAL_SCALES if role in parts.sources), None):
+    role = next((role for role in _GLOBAL_SCALES if role in parts.sources), None)
+    if role is None and mode == "nvfp4":
+        raise refuse(
+            parts.sources["weight"],
+            "An nvfp4 weight has no scale for the whole tensor.",
+            f"{parts.stem}_scale_2 (ModelOpt) or {parts.stem}_global_scale (compressed-tensors)",
+            "no such tensor",
+            "Get the missing files; without the scale every value is off by the same unknown factor.",
+        )
+    if role is not None:
         result[f"{parts.module}.global_scale"] = Plane("F32", _global_shape(parts, role, mode, rows[:-1]))
     entry = MX_ENTRIES[mode]
     return Encoded(
@@ -237,6 +246,10 @@ def _integers(parts: Parts, declared: Declared, width: int | None) -> Encoded:
     if len(scale.shape) != len(weight.shape) or scale.shape[:-1] != rows or not scale.shape[-1]:
         raise refuse(name, "A weight and its scale do not fit.", f"a scale [{rows}, groups]", parts.words())
     groups = scale.shape[-1]
+    if absent := sorted(declared.always - parts.sources.keys()):
+        raise refuse(
+            name, "A packed weight lacks what its config announces.", ", ".join(absent), parts.words()
+        )
     bits, width = _integer_width(parts, declared, width)
     group = width // groups
     mlx_group = mlx_group_size(group)

@@ -58,6 +58,7 @@ class Declared:
         power_of_two: the fp8 scales are powers of two.
         integers: the (bits, group size) pairs of packed integers; group size 0 is the whole row.
         zero_offset: what is to be added to stored zero points.
+        always: companions that every packed weight of the method has, by role.
     """
 
     method: str
@@ -66,6 +67,7 @@ class Declared:
     power_of_two: bool = False
     integers: tuple[tuple[int, int], ...] = ()
     zero_offset: int = 0
+    always: frozenset[str] = frozenset()
 
 
 def read_declared(entry: Mapping[str, Any] | None) -> Declared:
@@ -111,8 +113,11 @@ def _transposed(method: str, entry: Mapping[str, Any]) -> Declared:
         _whole(entry.get("bits", 4), "bits"),
         max(_whole(entry.get("group_size", 128), "group_size", -1), 0),
     )
+    # With desc_act columns are in any order, which only g_idx tells.
+    always = {"order"} if method == "gptq" and entry.get("desc_act") is True else set()
     # The first GPTQ format stores zero points less one.
-    return Declared(method, integers=(pair,), zero_offset=1 if arrangement.lower() == "gptq" else 0)
+    offset = 1 if arrangement.lower() == "gptq" else 0
+    return Declared(method, integers=(pair,), zero_offset=offset, always=frozenset(always))
 
 
 def _compressed(entry: Mapping[str, Any]) -> Declared:
@@ -121,6 +126,7 @@ def _compressed(entry: Mapping[str, Any]) -> Declared:
         raise _wrong("config_groups", "an object of objects", groups)
     formats = [("format", entry.get("format"))]
     integers: list[tuple[int, int]] = []
+    always: list[set[str]] = []
     block = None
     for name, group in groups.items():
         formats.append((f"config_groups.{name}.format", group.get("format")))
@@ -132,6 +138,17 @@ def _compressed(entry: Mapping[str, Any]) -> Declared:
         where = f"config_groups.{name}.weights"
         if weights.get("type", "int") == "int":
             bits = _whole(weights.get("num_bits"), f"{where}.num_bits")
+            always.append(
+                {
+                    role
+                    for role, there in {
+                        "zero_point": weights.get("symmetric") is False,
+                        # compressed-tensors calls the order of GPTQ's desc_act `group`.
+                        "order": weights.get("actorder") in (True, "group", "dynamic"),
+                    }.items()
+                    if there
+                }
+            )
             integers.append((bits, max(_whole(weights.get("group_size") or 0, f"{where}.group_size", -1), 0)))
         block = _block(weights.get("block_structure"), f"{where}.block_structure") or block
     for key, name in formats:
@@ -139,7 +156,11 @@ def _compressed(entry: Mapping[str, Any]) -> Declared:
             hint = "Take an export in one of these formats, or the original checkpoint."
             raise _unsupported("compressed-tensors format", key, _COMPRESSED_FORMATS, name, hint)
     mode = _COMPRESSED_FORMATS.get(str(entry.get("format")))
-    return Declared("compressed-tensors", _entry(mode, integers), block, integers=tuple(integers))
+    # What all groups have; which group a weight is of, its name alone would tell.
+    shared = frozenset(set.intersection(*always) if always else ())
+    return Declared(
+        "compressed-tensors", _entry(mode, integers), block, integers=tuple(integers), always=shared
+    )
 
 
 def _modelopt(entry: Mapping[str, Any]) -> Declared:

@@ -26,7 +26,7 @@ from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
-from mlx_experts.registry.errors import ConfigError, DeviceError, PluginError, SpecError, TensorError
+from mlx_experts.registry.errors import ConfigError, DeviceError, PluginError, RegistryError, SpecError
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
@@ -144,7 +144,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     disk = original_kimi(dict(tree_flatten(build_tiny(family, config).parameters())))
     del disk["language_model.model.layers.2.block_sparse_moe.experts.5.w3.weight_packed"]
     write(tmp_path, disk, config)
-    with pytest.raises(TensorError, match=r"layers\.2\.block_sparse_moe\.experts\.5\.w3"):
+    with pytest.raises(RegistryError, match=r"layers\.2\.block_sparse_moe\.experts\.5\.w3"):
         load_model(tmp_path)
 
 

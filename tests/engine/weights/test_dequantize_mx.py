@@ -64,7 +64,7 @@ def test_floats_that_are_said_to_be_powers_of_two_must_be():
     assert "powers of two" in refused(tensors, config).what
 
 
-@pytest.mark.parametrize("maker", ["modelopt", "compressed-tensors", "no global scale"])
+@pytest.mark.parametrize("maker", ["modelopt", "compressed-tensors"])
 def test_nvfp4_keeps_its_block_and_global_scales(maker):
     packed, block = RNG.integers(0, 256, (4, 32)).astype(np.uint8), fp8_bytes(4, 4) & 0x7F
     whole = np.array([0.037], np.float32)
@@ -76,10 +76,7 @@ def test_nvfp4_keeps_its_block_and_global_scales(maker):
     else:
         tensors |= {f"{GATE}.weight": packed, f"{GATE}.input_scale": whole}
         config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-        if maker == "modelopt":
-            tensors[f"{GATE}.weight_scale_2"] = whole.reshape(())
-        else:
-            whole = np.ones(1, np.float32)
+        tensors[f"{GATE}.weight_scale_2"] = whole.reshape(())
     decoded = decode(tensors, config)
     assert decoded.quantization == {"group_size": 16, "bits": 4, "mode": "nvfp4"}
     assert "Dropped 1 scales" in decoded.notices[0]
