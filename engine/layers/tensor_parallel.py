@@ -7,6 +7,9 @@ the head stay whole on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
@@ -16,6 +19,26 @@ from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
 from mlx_experts.registry.errors import SettingError
 
 Group = mx.distributed.Group
+
+
+@contextmanager
+def whole_or_untouched(model: nn.Module) -> Iterator[None]:
+    """Where a model is cut: an error in the middle leaves every module with what it had before.
+
+    Args:
+        model: a module whose submodules are replaced, or get other arrays, inside the block.
+    """
+    before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, leaves, fields in before:
+            # A module of MLX is a dict of its arrays and submodules; its own `update` is another thing.
+            dict.clear(module)
+            dict.update(module, leaves)
+            vars(module).clear()
+            vars(module).update(fields)
+        raise
 
 
 def share_of(total: int, group: Group, what: str) -> int:

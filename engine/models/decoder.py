@@ -21,6 +21,7 @@ from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
 from mlx_experts.engine.layers.moe import MoE, make_shared
 from mlx_experts.engine.layers.per_layer_inputs import LayerInputs
+from mlx_experts.engine.layers.tensor_parallel import whole_or_untouched
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.weights.conversion import WeightConverter
@@ -471,17 +472,20 @@ class Model(LanguageModel, VersionedModule):
         """Spread the model over the ranks of a group; before the first forward pass and any adapter.
 
         Raises:
-            SettingError: heads, widths or quantisation groups cannot be divided by the ranks.
+            SettingError: heads, widths or quantisation groups cannot be divided by the ranks; the model is
+                as it was.
         """
         group = group or mx.distributed.init()
         if group.size() > 1:
-            for module in list(self.modules()):
-                if isinstance(module, Mixer | MLP | MoE):
-                    module.shard(group)
+            with whole_or_untouched(self):
+                for module in list(self.modules()):
+                    if isinstance(module, Mixer | MLP | MoE):
+                        module.shard(group)
 
     @property
     def quant_predicate(self) -> Any:
-        """Routers keep eight bits at conversion; everything else follows the default."""
+        """Routers keep eight bits at conversion, in groups that divide their width, or stay float where none
+        does; everything else follows the default."""
         routers = {
             f"{self._converter.layers}.{i}.{path}"
             for i in self.args.plan.moe_layers
@@ -489,7 +493,11 @@ class Model(LanguageModel, VersionedModule):
         }
 
         def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
-            return {"group_size": 64, "bits": 8} if path in routers else True
+            if path not in routers:
+                return True
+            width = module.weight.shape[-1]
+            group = next((size for size in (64, 32) if width % size == 0), None)
+            return False if group is None else {"group_size": group, "bits": 8}
 
         return predicate
 
