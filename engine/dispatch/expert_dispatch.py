@@ -150,10 +150,37 @@ class ExpertDispatch:
         asked = policy.resolve(device, self.fused, tuned=tuning_cache.bound(device))
         offered, said = self._registered(request, asked, experts, container, x)
         decision = offered or self._own(request, asked, experts, container, x, shared)
+        if shared is not None and decision.run is not None and not decision.adds_shared:
+            # Both are still to be added, so the sum must come unrounded.
+            decision = self._unrounded(decision, container, x, rows, top_k, device, shared)
         if not said:
             return decision
         note = "; ".join(filter(None, (decision.tally.note, *said)))
         return replace(decision, tally=trace.tally(decision.tally.key, note))
+
+    def _unrounded(
+        self,
+        decision: Decision,
+        container: nn.Module,
+        x: mx.array,
+        rows: int,
+        top_k: int,
+        device: Device,
+        shared: SharedModules,
+    ) -> Decision:
+        """What a kind of call does in float32, given that its kernel leaves the shared expert out."""
+        if x.dtype == mx.float32:
+            return decision
+        wide = self.decide(container, x.astype(mx.float32), rows, top_k, device, shared)
+        run = wide.run
+        if run is None:
+            return wide
+
+        def widened(x: mx.array, indices: mx.array, weights: mx.array) -> mx.array | Decline:
+            y = run(x.astype(mx.float32), indices, weights)
+            return y.astype(x.dtype) if wide.adds_shared and not isinstance(y, Decline) else y
+
+        return replace(wide, run=widened)
 
     def _own(
         self,
@@ -245,7 +272,8 @@ class BoundExperts:
             device: that the call runs on.
 
         Returns:
-            The sum, and whether the shared expert is in it.
+            The sum, and whether the shared expert is in it. One that is still to be added makes the sum
+            float32, so that the two are rounded together.
         """
         container = self.container
         held, by_kind = self._decided
@@ -266,4 +294,5 @@ class BoundExperts:
                 return y, decision.adds_shared
             decision = by_kind.setdefault((*kind, y.rule), self.dispatch.gathered(rows, y))
         decision.tally.add()
-        return gather.experts(container, self.dispatch.activation, x, indices, weights), False
+        dtype = x.dtype if self._shared is None else mx.float32
+        return gather.experts(container, self.dispatch.activation, x, indices, weights, dtype), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlx_experts.engine.dispatch import policy, tuning_cache
+from mlx_experts.engine.kernels import fused_kernel
 from mlx_experts.engine.kernels import router_kernel as kernel
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.kernels.router_kernel import RoutedRun
@@ -76,6 +77,9 @@ def prepare(
     """
     if not policy.resolve(device, fused, tuned=tuning_cache.bound(device)).enabled:
         return Decline("switch", "on", "off", "Fused kernels are switched off.")
+    absent = fused_kernel(device).unavailable()
+    if absent is not None:
+        return absent
     steps = steps_of(spec, experts, top_k)
     if isinstance(steps, Decline):
         return steps

@@ -17,7 +17,6 @@ from mlx_experts.engine.kernels.request import Activation
 # From this many (row, expert) pairs on, mlx-lm's containers order the pairs by expert so that the gathered
 # products stream each expert once; the products take that order as a promise.
 SORT_FROM = 64
-_WIDE = (mx.float32, mx.float32)
 
 
 def combine(outputs: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -29,27 +28,23 @@ def combine(outputs: mx.array, weights: mx.array, dtype: mx.Dtype) -> mx.array:
     return wide.sum(axis=-2).astype(dtype)
 
 
-def _product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) -> mx.array:
-    """The module's own product, except where MLX 0.32 has none on the CPU, or none that sums in float32.
+def product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) -> mx.array:
+    """The module's own product of float32 rows, except where MLX 0.32 has none on the CPU.
 
-    It has none for nvfp4 with a global scale and for unquantised weights below float32. Its products of
-    packed weights sum in the dtype of the rows: 6 % off in bfloat16 over 2880 inputs.
+    It has none for nvfp4 with a global scale and for unquantised weights below float32.
+
+    Args:
+        module: a projection of an expert container, or whatever stands for one.
+        rows: float32 inputs.
+        pairs: the expert of each row.
+        ordered: whether ``pairs`` rise.
     """
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    if on_cpu and type(module) is SwitchLinear and (rows.dtype, module.weight.dtype) != _WIDE:
-        wide = mx.gather_mm(
-            rows.astype(mx.float32),
-            module.weight.astype(mx.float32).swapaxes(-1, -2),
-            rhs_indices=pairs,
-            sorted_indices=ordered,
-        )
-        if "bias" in module:
-            wide = wide + mx.expand_dims(module["bias"][pairs], -2)
-        return wide.astype(rows.dtype)
-    if on_cpu and type(module) is QuantizedSwitchLinear and rows.dtype != mx.float32:
-        return _product(module, rows.astype(mx.float32), pairs, ordered).astype(rows.dtype)
+    if on_cpu and type(module) is SwitchLinear and module.weight.dtype != mx.float32:
+        return wide_product(module, rows, pairs, ordered)
     if not (on_cpu and type(module) is QuantizedSwitchLinear and module.global_scale is not None):
-        return module(rows, pairs, sorted_indices=ordered)
+        y: mx.array = module(rows, pairs, sorted_indices=ordered)
+        return y
     y = mx.gather_qmm(
         rows,
         module["weight"],
@@ -61,13 +56,62 @@ def _product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) 
         mode=module.mode,
         sorted_indices=ordered,
     )
-    factor = global_factor(module["global_scale"])[pairs]
-    y = (y.astype(mx.float32) * factor[..., None, None]).astype(y.dtype)
+    y = y * global_factor(module["global_scale"])[pairs][..., None, None]
     return y + mx.expand_dims(module["bias"][pairs], -2) if "bias" in module else y
 
 
+def wide_product(module: SwitchLinear, rows: mx.array, pairs: mx.array, ordered: bool = False) -> mx.array:
+    """The product of an unquantised projection in float32, whatever it and the rows are stored in."""
+    y = mx.gather_mm(
+        rows.astype(mx.float32),
+        module.weight.astype(mx.float32).swapaxes(-1, -2),
+        rhs_indices=pairs,
+        sorted_indices=ordered,
+    )
+    return y + mx.expand_dims(module["bias"][pairs], -2) if "bias" in module else y
+
+
+def outputs(container: nn.Module, activation: Activation, x: mx.array, indices: mx.array) -> mx.array:
+    """``down_e(act(gate_e x, up_e x))`` for every row and each of its experts.
+
+    Computed in float32 from the rows on: in bfloat16 each projection rounds once more, which is all that is
+    left where outputs cancel.
+
+    Args:
+        container: an expert container of mlx-lm (``gate_proj, up_proj, down_proj`` or ``fc1, fc2``).
+        x: ``[..., H]``, not empty.
+        indices: ``[..., K]`` integers below E, in any order.
+
+    Returns:
+        ``[..., K, H]`` in float32.
+    """
+    parts = children(container)
+    top_k = indices.shape[-1]
+    pairs = mx.stop_gradient(indices).reshape(-1)
+    rows = x.astype(mx.float32).reshape(-1, 1, x.shape[-1])
+    ordered = pairs.size >= SORT_FROM
+    if ordered:
+        order = mx.argsort(pairs)
+        pairs, rows = pairs[order], rows[order // top_k]
+    else:
+        rows = mx.expand_dims(rows, 1)
+        pairs = pairs.reshape(-1, top_k)
+    up = product(parts["up"], rows, pairs, ordered)
+    gate = product(parts["gate"], rows, pairs, ordered) if "gate" in parts else None
+    each = product(parts["down"], activations.apply(activation, gate, up), pairs, ordered)
+    each = each.reshape(-1, each.shape[-1])
+    if ordered:
+        each = each[mx.argsort(order)]
+    return each.reshape(*indices.shape, each.shape[-1])
+
+
 def experts(
-    container: nn.Module, activation: Activation, x: mx.array, indices: mx.array, weights: mx.array
+    container: nn.Module,
+    activation: Activation,
+    x: mx.array,
+    indices: mx.array,
+    weights: mx.array,
+    dtype: mx.Dtype | None = None,
 ) -> mx.array:
     """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
 
@@ -76,28 +120,11 @@ def experts(
         x: ``[..., H]``.
         indices: ``[..., K]`` integers below E, in any order.
         weights: ``[..., K]``.
+        dtype: of the result; None for that of ``x``.
 
     Returns:
-        ``[..., H]`` in the dtype of ``x``.
+        ``[..., H]``, rounded once.
     """
     if not x.size:
         return mx.zeros_like(x)
-    parts = children(container)
-    top_k = indices.shape[-1]
-    pairs = mx.stop_gradient(indices).reshape(-1)
-    rows = x.reshape(-1, 1, x.shape[-1])
-    ordered = pairs.size >= SORT_FROM
-    if ordered:
-        order = mx.argsort(pairs)
-        pairs, rows = pairs[order], rows[order // top_k]
-    else:
-        rows = mx.expand_dims(rows, 1)
-        pairs = pairs.reshape(-1, top_k)
-    up = _product(parts["up"], rows, pairs, ordered)
-    gate = _product(parts["gate"], rows, pairs, ordered) if "gate" in parts else None
-    outputs = _product(parts["down"], activations.apply(activation, gate, up), pairs, ordered)
-    outputs = outputs.reshape(-1, outputs.shape[-1])
-    if ordered:
-        outputs = outputs[mx.argsort(order)]
-    outputs = outputs.reshape(*indices.shape, outputs.shape[-1])
-    return combine(outputs, weights, x.dtype)
+    return combine(outputs(container, activation, x, indices), weights, dtype or x.dtype)

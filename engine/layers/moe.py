@@ -35,12 +35,14 @@ class MoESteps:
     Args:
         router: bound to its leaves.
         routed: ``(x, router_input=None)`` to the weighted sum.
+        total: the same in float32.
         run: ``x`` to the block's output.
         lent: the shared expert, where it lives in the layer.
     """
 
     router: BoundRouter
     routed: Callable[..., mx.array]
+    total: Callable[..., mx.array]
     run: Callable[[mx.array], mx.array]
     lent: nn.Module | None
 
@@ -180,20 +182,22 @@ class MoE(VersionedModule):
         routed = self._bind_routed(router, container)
         run = routed
         if shared is not None:
-            run = self._bind_shared(router, container, routed, shared)
-        return MoESteps(router, routed, run, lent)
+            run = self._bind_shared(router, container, shared)
+        return MoESteps(router, routed, self._bind_total(router, container), run, lent)
 
     def _bind_shared(
         self,
         router: BoundRouter,
         container: nn.Module,
-        routed: Callable[..., mx.array],
         shared: nn.Module,
     ) -> Callable[[mx.array], mx.array]:
-        join = self._bind_join()
+        join, total = self._bind_join(), self._bind_total(router, container)
 
         def apart(x: mx.array) -> mx.array:
-            return join(x, routed(x), shared(x))
+            if not x.size:
+                return mx.zeros_like(x)
+            wide = x.astype(mx.float32)
+            return join(wide, total(x), shared(wide)).astype(x.dtype)
 
         if not self._may_stand_beside(shared):
             return apart
@@ -208,7 +212,10 @@ class MoE(VersionedModule):
                 return apart(x)
             device = current_device()
             y, added = experts(x, *router.on(device, x), device)
-            return y if added else join(x, y, shared(x))
+            if added:
+                return y
+            wide = x.astype(mx.float32)
+            return join(wide, y, shared(wide)).astype(x.dtype)
 
         return together
 
@@ -238,7 +245,16 @@ class MoE(VersionedModule):
         y: mx.array = self.steps().routed(x, router_input)
         return y
 
+    def total(self, x: mx.array, router_input: mx.array | None = None) -> mx.array:
+        """As :meth:`routed`, in float32 and not yet rounded, for whoever adds something to it."""
+        y: mx.array = self.steps().total(x, router_input)
+        return y
+
     def _bind_routed(self, router: BoundRouter, container: nn.Module) -> Callable[..., mx.array]:
+        """``(x, router_input=None)`` to the weighted sum in the type of ``x``."""
+        if not self._plain:
+            total = self._bind_total(router, container)
+            return lambda x, router_input=None: total(x, router_input).astype(x.dtype)
         experts = self._dispatch.bind(container)
 
         def plain(x: mx.array, router_input: mx.array | None = None) -> mx.array:
@@ -248,18 +264,25 @@ class MoE(VersionedModule):
             routed = router.on(device, x if router_input is None else router_input)
             return experts(x, *routed, device)[0]
 
-        if self._plain:
-            return plain
+        return plain
+
+    def _bind_total(self, router: BoundRouter, container: nn.Module) -> Callable[..., mx.array]:
+        """``(x, router_input=None)`` to the weighted sum in float32, whatever the type of ``x``.
+
+        Everything but the router computes in float32, so that a block rounds once, when all is added.
+        """
+        experts = self._dispatch.bind(container)
         spec, group, latent, count = self._spec.experts, self._group, self._latent, self._experts
         down = find(self, latent.down) if latent else None
         norm = find(self, latent.norm) if latent and latent.norm and latent.norm_enabled else None
         up = find(self, latent.up) if latent else None
         run = _on_weighted_input if spec.weigh == "input" else _as_routed
 
-        def routed(x: mx.array, router_input: mx.array | None = None) -> mx.array:
+        def total(x: mx.array, router_input: mx.array | None = None) -> mx.array:
+            x, given = x.astype(mx.float32), x
             if not x.size:
                 return mx.zeros_like(x)
-            indices, weights = router(x if router_input is None else router_input)
+            indices, weights = router(given if router_input is None else router_input)
             identity = None
             if spec.zero_experts:
                 zero = indices >= count
@@ -276,10 +299,10 @@ class MoE(VersionedModule):
             if up is not None:
                 y = up(y)
             if identity is not None:
-                y = (y.astype(mx.float32) + x.astype(mx.float32) * identity).astype(x.dtype)
+                y = y + x * identity
             return y if spec.output_scale == 1.0 else y * spec.output_scale
 
-        return routed
+        return total
 
     def shard(self, group: Group) -> None:
         """Keep this rank's share of every routed expert; the router stays whole on every rank."""
@@ -288,7 +311,7 @@ class MoE(VersionedModule):
         self._group = group
 
     def _bind_join(self) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
-        """The block's input, the routed sum and the shared expert's output to the block's output."""
+        """The block's input, the routed sum and the shared expert's output to their sum, all in float32."""
         shared = self._shared
         gate: Any = find(self, shared.gate) if shared is not None and shared.gate else None
         match shared.combine if shared is not None else "sum":
@@ -313,10 +336,9 @@ def _as_routed(experts: BoundExperts, x: mx.array, indices: mx.array, weights: m
 def _on_weighted_input(experts: BoundExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
     """Each expert reads its input times its weight; every pick is a row of its own."""
     if indices.shape[-1] == 1:
-        return _as_routed(experts, x * weights.astype(x.dtype), indices, mx.ones_like(weights))
-    rows = x[..., None, :] * weights[..., None].astype(x.dtype)
-    y = _as_routed(experts, rows, indices[..., None], mx.ones_like(weights)[..., None])
-    return y.astype(mx.float32).sum(axis=-2).astype(x.dtype)
+        return _as_routed(experts, x * weights, indices, mx.ones_like(weights))
+    rows = x[..., None, :] * weights[..., None]
+    return _as_routed(experts, rows, indices[..., None], mx.ones_like(weights)[..., None]).sum(axis=-2)
 
 
 def make_shared(spec: SharedSpec, dims: int) -> MLP:

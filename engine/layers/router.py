@@ -249,7 +249,7 @@ def limit_to_groups(scores: mx.array, spec: GroupsSpec) -> mx.array:
 
 
 def normalise(weights: mx.array, spec: NormaliseSpec | None) -> mx.array:
-    """Weights ``[..., K]`` divided by their norm, where the family does so."""
+    """Weights ``[..., K]`` divided by their norm, where the family does so; all zero where the norm is."""
     if spec is None or not spec.enabled or (spec.skip_single and weights.shape[-1] == 1):
         return weights
     if spec.p == 1.0:
@@ -258,4 +258,7 @@ def normalise(weights: mx.array, spec: NormaliseSpec | None) -> mx.array:
         total = (mx.abs(weights) ** spec.p).sum(axis=-1, keepdims=True) ** (1.0 / spec.p)
     if spec.clamp:
         total = mx.maximum(total, spec.clamp)
-    return weights / (total + spec.eps if spec.eps else total)
+    if spec.eps:
+        return weights / (total + spec.eps)
+    # All scores may underflow: the originals divide 0 by 0 there.
+    return weights / mx.where(total == 0, 1, total)

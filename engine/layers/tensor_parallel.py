@@ -16,6 +16,7 @@ from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
+from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.registry.errors import SettingError
 
 Group = mx.distributed.Group
@@ -38,6 +39,9 @@ def whole_or_untouched(model: nn.Module) -> Iterator[None]:
             dict.update(module, leaves)
             vars(module).clear()
             vars(module).update(fields)
+            if isinstance(module, VersionedModule):
+                # What was bound in the meantime holds the new arrays.
+                module.written()
         raise
 
 

@@ -65,6 +65,10 @@ class VersionedModule(nn.Module):
         """How often something was written here or below."""
         return self._version.count
 
+    def written(self) -> None:
+        """Count a write that went past the methods of this class."""
+        self._version.raised()
+
     def counts_in(self, above: VersionedModule) -> None:
         """From now on writes here raise the version of ``above`` too, which uses this module."""
         self._version.below(above._version)

@@ -134,10 +134,11 @@ class ExpertLayer(MoE, Frame):
 
     def feed(self, x: mx.array) -> mx.array:
         """Both branches [B, L, D]; the router reads what no norm has touched."""
-        options = self._options
-        dense = self._normed(options.dense_norm, super().feed(x))
-        routed = self.routed(self._normed(options.expert_pre_norm, x), x)
-        return dense + self._normed(options.expert_norm, routed)
+        options, wide = self._options, x.astype(mx.float32)
+        # In float32 up to the sum, which is rounded once: the branches may nearly cancel.
+        dense = self._normed(options.dense_norm, super().feed(wide))
+        routed = self.total(self._normed(options.expert_pre_norm, wide), x)
+        return (dense + self._normed(options.expert_norm, routed)).astype(x.dtype)
 
     def __call__(  # type: ignore[override]
         self, x: mx.array, state: ForwardState, cache: Any = None

@@ -277,6 +277,9 @@ def _route(  # type: ignore[no-untyped-def]
         divisor = total + eps
     elif normalise == CLAMP:
         divisor = max(total, eps)
+    if divisor == 0:
+        # All scores underflowed.
+        divisor = np.float32(1)
     for k in range(chosen.size):
         share[k] = share[k] / divisor * scale
 

@@ -98,13 +98,14 @@ for (int n = 0; n < ME_K; ++n) {
   }
 }
 #if ME_NORMALISE == 1
-const float factor = ME_ROUTE_SCALE / (me_sum(part) + ME_ROUTE_EPS);
+const float divisor = me_sum(part) + ME_ROUTE_EPS;
 #elif ME_NORMALISE == 2
-const float factor = ME_ROUTE_SCALE / me_max(me_sum(part), ME_ROUTE_EPS);
+const float divisor = me_max(me_sum(part), ME_ROUTE_EPS);
 #else
-const float factor = ME_ROUTE_SCALE;
+const float divisor = 1.0f;
 #endif
 if (lane < ME_K) {
   chosen[lane] = expert;
-  share[lane] = part * factor;
+  // All scores may underflow; a factor of 1 / divisor could overflow where the shares do not.
+  share[lane] = divisor == 0.0f ? 0.0f : part / divisor * ME_ROUTE_SCALE;
 }
