@@ -281,7 +281,7 @@ def gptq(place: Place) -> tuple[str, Ran]:
 def awq(place: Place) -> tuple[str, Ran]:
     size = ("--num-samples", "4", "--sequence-length", "32", "--group-size", "32")
     ran = place.run("awq", "--model", place.deepseek(), "--mlx-path", "awq", *size)
-    needs("Loss reduction" in ran.told, "no loss")
+    needs("Loss reduction" in ran.out, "no loss")
     needs(bool(place.says("awq")), "the quantised model says nothing")
     return "a tiny `deepseek_v2`: mlx-lm's AWQ knows no other family with experts", ran
 

@@ -18,13 +18,7 @@ from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.forward_context import ForwardState, KeptAttention
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find, place
 from mlx_experts.engine.layers.rope import Rope
-from mlx_experts.engine.layers.tensor_parallel import (
-    Group,
-    ShardedRMSNorm,
-    share_of,
-    spread_columns,
-    spread_rows,
-)
+from mlx_experts.engine.layers.tensor_parallel import Cuts
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import GqaSpec, NormSpec, TemperatureSpec
@@ -58,6 +52,11 @@ class Attention(Mixer):
         first_reusing = sizes.num_layers - spec.reuse_kv_last
         self.reuses_kv = layer.index >= first_reusing > 0
         self._layer_type = layer.type
+        self._source: int | None = None
+        if spec.share_kv_every and not self.owns_kv:
+            self._source = layer.index - layer.index % spec.share_kv_every
+        elif self.reuses_kv:
+            self._source = max(i for i in range(first_reusing) if plan.layers[i].type == layer.type)
         self._gated = spec.gate is not None and spec.gate.enabled
         self._build(spec, sizes.hidden_size, plan.norm, sizes.norm_eps)
         if layer.rope is not None:
@@ -288,26 +287,28 @@ class Attention(Mixer):
 
         return output
 
-    def shard(self, group: Group) -> None:
-        """Keep this rank's heads, and what belongs to each of them."""
+    def cuts(self) -> Cuts:
+        """Each rank keeps some of the heads, and what belongs to each of them."""
         spec, names = self._spec, self._spec.names
-        heads = share_of(self.heads, group, "query heads")
-        kv_heads = share_of(self.kv_heads, group, "key-value heads")
+        rows: dict[str, list[int] | int] = {path: 1 for path in (names.q, names.k, names.v) if path in self}
         if names.qkv is not None:
             q_width, k_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            spread_rows(self, names.qkv, group, segments=[q_width, q_width + k_width])
-        for path in (names.q, names.k, names.v):
-            if path in self:
-                spread_rows(self, path, group)
+            rows[names.qkv] = [q_width, q_width + k_width]
         if self._gated and spec.gate is not None and spec.gate.path is not None:
-            spread_rows(self, spec.gate.path, group)
-        spread_columns(self, names.o, group)
-        for leaf in self._leaves:
-            if leaf in self and spec.qk_norm is not None and spec.qk_norm.over == "full":
-                self[leaf] = ShardedRMSNorm(self[leaf], group)
-        if spec.sinks is not None and spec.sinks_enabled:
-            self[spec.sinks] = self[spec.sinks][group.rank() * heads : (group.rank() + 1) * heads]
-        self.heads, self.kv_heads = heads, kv_heads
+            rows[spec.gate.path] = 1
+        full = spec.qk_norm is not None and spec.qk_norm.over == "full"
+        return Cuts(
+            counts={"heads": "query heads", "kv_heads": "key-value heads"},
+            rows=rows,
+            columns=(names.o,),
+            heads=(spec.sinks,) if spec.sinks is not None and spec.sinks_enabled else (),
+            norms=tuple(leaf for leaf in self._leaves if leaf in self and full),
+        )
+
+    @property
+    def source(self) -> int | None:
+        """The earlier layer whose keys and values it uses."""
+        return self._source
 
     @property
     def may_forget(self) -> bool:

@@ -24,6 +24,11 @@ class Mixer(VersionedModule):
         raise NotImplementedError
 
     @property
+    def source(self) -> int | None:
+        """The earlier layer whose keys or picks it reads, or None."""
+        return None
+
+    @property
     def may_forget(self) -> bool:
         """Whether it computes rightly where its cache no longer holds the oldest tokens."""
         return True
@@ -31,6 +36,3 @@ class Mixer(VersionedModule):
     def make_cache(self) -> Any:
         """A fresh cache, or None when the mixer keeps nothing."""
         raise NotImplementedError
-
-    def shard(self, group: mx.distributed.Group) -> None:
-        """Keep this rank's share; a mixer that says nothing else stays whole on every rank."""

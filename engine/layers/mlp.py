@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_experts.engine.kernels import activations
 from mlx_experts.engine.kernels.request import Activation
 from mlx_experts.engine.layers.module_tree import find, place
-from mlx_experts.engine.layers.tensor_parallel import Group, spread_columns, spread_rows
+from mlx_experts.engine.layers.tensor_parallel import Cuts
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.registry.spec.family import ActivationSpec
 
@@ -86,12 +86,8 @@ class MLP(VersionedModule):
         """``x`` [..., D] to [..., D]."""
         return self.steps()(x)
 
-    def shard(self, group: Group) -> None:
-        """Keep this rank's share of the inner width."""
+    def cuts(self) -> Cuts:
+        """Each rank keeps a part of the inner width."""
         gate, up, down = self._names
-        if self._fused:
-            spread_rows(self, gate, group, segments=2)
-        else:
-            for path in (gate, up) if self._activation.gated else (up,):
-                spread_rows(self, path, group)
-        spread_columns(self, down, group)
+        into = (gate,) if self._fused else (gate, up) if self._activation.gated else (up,)
+        return Cuts(rows=dict.fromkeys(into, 2 if self._fused else 1), columns=(down,))

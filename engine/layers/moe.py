@@ -21,7 +21,7 @@ from mlx_experts.engine.kernels.request import Activation, Device, KernelRequest
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.router import BoundRouter, Router
-from mlx_experts.engine.layers.tensor_parallel import Group, spread_experts
+from mlx_experts.engine.layers.tensor_parallel import Cuts, Group
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan
@@ -304,10 +304,12 @@ class MoE(VersionedModule):
 
         return total
 
-    def shard(self, group: Group) -> None:
-        """Keep this rank's share of every routed expert; the router stays whole on every rank."""
-        path = self._spec.experts.path
-        spread_experts(find(self, path), group, path)
+    def cuts(self) -> Cuts:
+        """Each rank keeps a part of every routed expert; the router stays whole on every rank."""
+        return Cuts(experts=self._spec.experts.path)
+
+    def divided(self, group: Group) -> None:
+        """Sum over the ranks from now on."""
         self._group = group
 
     def _bind_join(self) -> Callable[[mx.array, mx.array, mx.array], mx.array]:

@@ -7,8 +7,9 @@ the head stay whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,6 +44,72 @@ def whole_or_untouched(model: nn.Module) -> Iterator[None]:
                 # What was bound in the meantime holds the new arrays.
                 module.written()
         raise
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What of a module each rank keeps a part of; everything else stays whole on every rank.
+
+    Args:
+        counts: attributes that hold numbers of heads, with the words for messages; each is divided.
+        rows: paths of linear layers whose output rows are spread, and how many parts the rows hold, or where
+            each part but the first begins.
+        columns: paths of linear layers whose input columns are spread; they sum over the ranks.
+        heads: paths of layers and vectors whose first axis counts heads.
+        norms: norms over a width that is spread.
+        experts: path of an expert container whose inner width is spread; the module sums over the ranks.
+    """
+
+    counts: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, list[int] | int] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    experts: str | None = None
+
+
+def check_cuts(module: nn.Module, cuts: Cuts, group: Group) -> None:
+    """See that the ranks can divide what is to be cut; nothing is changed.
+
+    Raises:
+        SettingError: they cannot, or a layer carries an adapter.
+    """
+    for attribute, what in cuts.counts.items():
+        share_of(vars(module)[attribute], group, what)
+    for path in cuts.rows:
+        share_of(_linear(module, path).weight.shape[0], group, f"the rows of '{path}'")
+    for path in cuts.columns:
+        _check_columns(_linear(module, path), group, path)
+    for path in cuts.norms:
+        share_of(find(module, path).weight.shape[0], group, f"the width of '{path}'")
+    if cuts.experts is not None:
+        _check_experts(find(module, cuts.experts), group, cuts.experts)
+
+
+def apply_cuts(module: nn.Module, cuts: Cuts, group: Group) -> None:
+    """Keep this rank's part of what :func:`check_cuts` has passed."""
+    for path, segments in cuts.rows.items():
+        spread_rows(module, path, group, segments)
+    for path in cuts.columns:
+        spread_columns(module, path, group)
+    for path in cuts.heads:
+        parent, _, leaf = path.rpartition(".")
+        holder = find(module, parent) if parent else module
+        if isinstance(holder[leaf], mx.array):
+            holder[leaf] = _part(holder[leaf], group)
+        else:
+            shard_inplace(holder[leaf], lambda _, value: 0, group=group)
+    for path in cuts.norms:
+        _replace(module, path, ShardedRMSNorm(find(module, path), group))
+    if cuts.experts is not None:
+        spread_experts(find(module, cuts.experts), group, cuts.experts)
+    for attribute in cuts.counts:
+        setattr(module, attribute, vars(module)[attribute] // group.size())
+
+
+def _part(value: mx.array, group: Group) -> mx.array:
+    count = value.shape[0] // group.size()
+    return value[group.rank() * count : (group.rank() + 1) * count]
 
 
 def share_of(total: int, group: Group, what: str) -> int:
@@ -96,20 +163,26 @@ def spread_experts(container: nn.Module, group: Group, path: str) -> None:
     Raises:
         SettingError: the width, or its quantisation groups, cannot be divided, or there is an adapter.
     """
-    into, out_of = (("fc1",), "fc2") if "fc1" in container else (("gate_proj", "up_proj"), "down_proj")
-    for leaf in (*into, out_of):
-        if type(container[leaf]) not in (SwitchLinear, QuantizedSwitchLinear):
-            raise _adapted(f"{path}.{leaf}", container[leaf])
-    for leaf in into:
-        share_of(container[leaf].weight.shape[-2], group, f"the rows of '{path}.{leaf}'")
+    into, out_of = _check_experts(container, group, path)
     down = container[out_of]
-    _check_columns(down, group, f"{path}.{out_of}")
     for leaf in into:
         shard_inplace(container[leaf], _rows_of_experts, group=group)
     shard_inplace(down, _columns_of_experts, group=group)
     if "bias" in down:
         # Every rank adds it before the sum over the ranks.
         down.bias = down.bias / group.size()
+
+
+def _check_experts(container: nn.Module, group: Group, path: str) -> tuple[tuple[str, ...], str]:
+    """The leaves into and out of the experts' inner width, which the ranks can divide."""
+    into, out_of = (("fc1",), "fc2") if "fc1" in container else (("gate_proj", "up_proj"), "down_proj")
+    for leaf in (*into, out_of):
+        if type(container[leaf]) not in (SwitchLinear, QuantizedSwitchLinear):
+            raise _adapted(f"{path}.{leaf}", container[leaf])
+    for leaf in into:
+        share_of(container[leaf].weight.shape[-2], group, f"the rows of '{path}.{leaf}'")
+    _check_columns(container[out_of], group, f"{path}.{out_of}")
+    return into, out_of
 
 
 def _rows_of_experts(path: str, value: mx.array) -> int | None:

@@ -8,9 +8,13 @@ a write into one of them needs no notice; what unpacks their arrays (a prepared 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import mlx.nn as nn
+
+if TYPE_CHECKING:
+    from mlx_experts.engine.layers.tensor_parallel import Cuts
 
 
 class Version:
@@ -72,6 +76,13 @@ class VersionedModule(nn.Module):
     def counts_in(self, above: VersionedModule) -> None:
         """From now on writes here raise the version of ``above`` too, which uses this module."""
         self._version.below(above._version)
+
+    def cuts(self) -> Cuts | None:
+        """What tensor parallelism spreads over the ranks; None for a module that says nothing of its own."""
+        return None
+
+    def divided(self, group: mx.distributed.Group) -> None:
+        """Take notice that this rank holds its part of :meth:`cuts` from now on."""
 
     def bind(self) -> Any:
         """What a call needs, with every path and every question of the spec resolved."""

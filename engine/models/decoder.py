@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +21,10 @@ from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
 from mlx_experts.engine.layers.moe import MoE, make_shared
 from mlx_experts.engine.layers.per_layer_inputs import LayerInputs
-from mlx_experts.engine.layers.tensor_parallel import whole_or_untouched
+from mlx_experts.engine.layers.tensor_parallel import apply_cuts, check_cuts
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.base import LanguageModel
+from mlx_experts.engine.models.pipeline import Stage, plan_stages
 from mlx_experts.engine.weights.conversion import WeightConverter
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.errors import ConfigError
@@ -223,6 +224,12 @@ def _branch(
     return lambda x, *rest: x + _scaled(after(module(before(x), *rest)), factor)
 
 
+def _source(layer: nn.Module) -> int | None:
+    """The earliest layer whose keys or picks a layer reads, or None."""
+    mixers = (each for each in layer.modules() if isinstance(each, Mixer))
+    return min((each.source for each in mixers if each.source is not None), default=None)
+
+
 class Decoder(VersionedModule):
     """Embedding, layers and final norm.
 
@@ -252,12 +259,47 @@ class Decoder(VersionedModule):
         place(self, names.layers, [make(layer, plan, fused) for layer in plan.layers])
         if names.norm is not None:
             place(self, names.norm, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
+        self._stage: Stage | None = None
 
     @property
     def layer_list(self) -> list[Any]:
-        """The decoder layers."""
+        """The decoder layers that this rank runs."""
         layers: list[Any] = find(self, self._names.layers)
-        return layers
+        return layers if self._stage is None else layers[self._stage.start :]
+
+    pipeline_layers = layer_list
+
+    def pipeline(self, group: mx.distributed.Group, split: Sequence[int] | None = None) -> None:
+        """Keep this rank's layers, as mlx-lm's ``PipelineMixin.pipeline`` does; before they are evaluated.
+
+        Args:
+            group: the ranks; rank 0 runs the last layers.
+            split: how many layers each rank runs, from rank 0; None for an even split.
+
+        Raises:
+            SettingError: layers that would be on different ranks read what others leave; nothing has changed.
+        """
+        if group.size() == 1:
+            return
+        layers = self.layer_list
+        sources = [_source(layer) for layer in layers]
+        counts = plan_stages(sources, [each.make_cache() is not None for each in layers], group.size(), split)
+        start = sum(counts[group.rank() + 1 :])
+        self._stage = Stage(group, start, start + counts[group.rank()])
+        # The layers keep their numbers, by which parameters are named.
+        above, _, leaf = self._names.layers.rpartition(".")
+        holder = find(self, above) if above else self
+        holder[leaf] = [None] * start + layers[start : self._stage.end]
+
+    @property
+    def start_idx(self) -> int:
+        """The first layer of this rank."""
+        return 0 if self._stage is None else self._stage.start
+
+    @property
+    def end_idx(self) -> int | None:
+        """The layer after this rank's last one; None for a decoder that is whole."""
+        return None if self._stage is None else self._stage.end
 
     def bind(self) -> DecoderSteps:
         """The embedding, the final norm, and the vector whose type the decoder computes in."""
@@ -269,7 +311,7 @@ class Decoder(VersionedModule):
             for leaf, value in holder.items()
             if isinstance(value, mx.array) and value.ndim == 1 and mx.issubdtype(value.dtype, mx.floating)
         ]
-        return DecoderSteps(embed, norm, self.layer_list, vectors[0] if vectors else None)
+        return DecoderSteps(embed, norm, self.layer_list, vectors[0] if vectors else None, self._stage)
 
     def __call__(
         self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
@@ -287,8 +329,12 @@ class Decoder(VersionedModule):
             h = h * mx.array(self._multiplier, h.dtype)
         if self._layer_inputs is not None:
             state.layer_inputs = self._layer_inputs(self, inputs, h)
+        if steps.stage is not None:
+            h = steps.stage.receive(h)
         for layer, cache in zip(steps.layers, caches[1:], strict=True):
             h = layer(h, state, cache)
+        if steps.stage is not None:
+            h = steps.stage.pass_on(h, caches[1:])
         return h if steps.norm is None else steps.norm(h)
 
     def make_caches(self) -> list[Any]:
@@ -303,12 +349,14 @@ class DecoderSteps:
 
     Args:
         vector: the holder and name of a vector, which nothing packs; the decoder computes in its type.
+        stage: where this rank stands in a pipeline; None for a decoder that is whole.
     """
 
     embed: Any
     norm: Any
     layers: list[Any]
     vector: tuple[nn.Module, str] | None
+    stage: Stage | None
 
     def dtype(self) -> mx.Dtype | None:
         """The type that the decoder computes in, read anew because a cast replaces arrays in MLX's leaves."""
@@ -339,6 +387,23 @@ class ModelArgs:
 
         family = catalog().for_config(config)
         return cls(resolve(family, config), dict(config), model_type=str(config.get("model_type", "")))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSteps:
+    """What a call of the model uses.
+
+    Args:
+        decoder: the decoder below the head.
+        logits: hidden states [B, L, D] to logits [B, L, vocabulary].
+        cache_of: for the embedding and each layer, the place of its cache in the model's, or None.
+        plain_caches: whether every layer keeps plain keys and values, whose oldest may go.
+    """
+
+    decoder: Decoder
+    logits: Callable[[mx.array], mx.array]
+    cache_of: list[int | None]
+    plain_caches: bool
 
 
 class Model(LanguageModel, VersionedModule):
@@ -374,15 +439,6 @@ class Model(LanguageModel, VersionedModule):
         if self._head_norm is not None:
             place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
         self._converter = self._make_converter()
-        made = self.decoder.make_caches()
-        caches = [cache is not None for cache in made]
-        self._cache_of = [sum(caches[:i]) if has else None for i, has in enumerate(caches)]
-        mixers = [module for module in self.modules() if isinstance(module, Mixer)]
-        self._plain_caches = (
-            made[0] is None
-            and all(type(cache) is KVCache for cache in made[1:])
-            and all(mixer.may_forget for mixer in mixers)
-        )
 
     def _make_converter(self) -> WeightConverter:
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
@@ -425,12 +481,12 @@ class Model(LanguageModel, VersionedModule):
         self, inputs: mx.array, cache: list[Any] | None = None, input_embeddings: mx.array | None = None
     ) -> mx.array:
         """Token ids ``[B, L]`` to logits ``[B, L, vocabulary]``."""
-        caches = [None if cache is None or i is None else cache[i] for i in self._cache_of]
-        decoder, logits = self.steps()
-        return logits(decoder(inputs, caches, input_embeddings))  # type: ignore[no-any-return]
+        steps: ModelSteps = self.steps()
+        caches = [None if cache is None or i is None else cache[i] for i in steps.cache_of]
+        return steps.logits(steps.decoder(inputs, caches, input_embeddings))
 
-    def bind(self) -> tuple[Decoder, Callable[[mx.array], mx.array]]:
-        """The decoder, and hidden states [B, L, D] to logits [B, L, vocabulary]."""
+    def bind(self) -> ModelSteps:
+        """The decoder, its caches, and hidden states [B, L, D] to logits [B, L, vocabulary]."""
         head, decoder = self.args.plan.head, self.decoder
         norm = find(self, self._head_norm) if self._head_norm is not None else _as_it_is
         if head.tied:
@@ -451,7 +507,17 @@ class Model(LanguageModel, VersionedModule):
                 y = mx.tanh(y / head.softcap) * head.softcap
             return y
 
-        return decoder, logits
+        made = decoder.make_caches()
+        caches = [cache is not None for cache in made]
+        mixers = (module for module in decoder.modules() if isinstance(module, Mixer))
+        return ModelSteps(
+            decoder,
+            logits,
+            [sum(caches[:i]) if has else None for i, has in enumerate(caches)],
+            made[0] is None
+            and all(type(cache) is KVCache for cache in made[1:])
+            and all(mixer.may_forget for mixer in mixers),
+        )
 
     @property
     def make_cache(self) -> Callable[[], list[Any]]:  # type: ignore[override]
@@ -461,7 +527,7 @@ class Model(LanguageModel, VersionedModule):
             AttributeError: every layer keeps plain keys and values. mlx-lm makes such caches itself, and
                 within ``max_kv_size`` where that is asked for.
         """
-        if self._plain_caches:
+        if self.steps().plain_caches:
             raise AttributeError("make_cache: mlx-lm makes the caches of this model")
         return self._own_caches
 
@@ -476,11 +542,20 @@ class Model(LanguageModel, VersionedModule):
                 as it was.
         """
         group = group or mx.distributed.init()
-        if group.size() > 1:
-            with whole_or_untouched(self):
-                for module in list(self.modules()):
-                    if isinstance(module, Mixer | MLP | MoE):
-                        module.shard(group)
+        if group.size() == 1:
+            return
+        found = [(each, each.cuts()) for each in self.modules() if isinstance(each, VersionedModule)]
+        cut = [(module, cuts) for module, cuts in found if cuts is not None]
+        # All is looked at before the first is changed.
+        for module, cuts in cut:
+            check_cuts(module, cuts, group)
+        for module, cuts in cut:
+            apply_cuts(module, cuts, group)
+            module.divided(group)
+
+    def pipeline(self, group: mx.distributed.Group, split: Sequence[int] | None = None) -> None:
+        """Keep this rank's layers; see :meth:`Decoder.pipeline`."""
+        self.decoder.pipeline(group, split)
 
     @property
     def quant_predicate(self) -> Any:

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_experts.engine.layers.tensor_parallel import whole_or_untouched
 from mlx_experts.engine.models.adopt import Unfit, block_path, put_in_place, share, take_over
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.decoder import ModelArgs
@@ -25,7 +26,7 @@ from mlx_experts.engine.weights.conversion import Converted, WeightConverter
 from mlx_experts.engine.weights.dequantize import Decoded, check_kinds, find_encodings
 from mlx_experts.engine.weights.tensor_tree import Tensors
 from mlx_experts.plugins.manager import components
-from mlx_experts.registry.errors import ConfigError, DeviceError, SpecError, TensorError
+from mlx_experts.registry.errors import ConfigError, DeviceError, SettingError, SpecError, TensorError
 from mlx_experts.registry.resolve.planner import Plan
 
 # What foreign code may raise over values that it does not check.
@@ -189,16 +190,34 @@ class Backbone(LanguageModel):
         # A model of its own, never evaluated, because mlx-lm tells layers apart by the class of their block.
         return dict(self.source.Model(self.args).sanitize(tensors))
 
+    def pipeline(self, group: mx.distributed.Group) -> None:
+        """Keep this rank's layers as mlx-lm's model does.
+
+        Raises:
+            SettingError: mlx-lm's model cannot.
+        """
+        if group.size() == 1:
+            return
+        inner: Any = getattr(self, "model", None)
+        if not callable(getattr(inner, "pipeline", None)):
+            raise SettingError(
+                "mlx-lm's model of this family cannot be spread by layers",
+                where=self.source.__name__,
+                hint="use tensor parallelism",
+            )
+        inner.pipeline(group)
+
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Spread the model over the ranks of a group as mlx-lm does, with its own blocks put back."""
         group = group or mx.distributed.init()
         if group.size() == 1:
             return
         modules = dict(self.named_modules())
-        for path, block in self._originals.blocks.items():
-            share(modules[path], block)
-            put_in_place(modules, path, block)
-        super().shard(group)  # type: ignore[misc]
+        with whole_or_untouched(self):
+            for path, block in self._originals.blocks.items():
+                share(modules[path], block)
+                put_in_place(modules, path, block)
+            super().shard(group)  # type: ignore[misc]
 
 
 def _put_together(model: nn.Module) -> None:

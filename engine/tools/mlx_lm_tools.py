@@ -21,6 +21,7 @@ from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.loading.checkpoint_loader import STORED
 from mlx_experts.engine.loading.doors import Doors, open_doors
 from mlx_experts.engine.loading.warm_up import warm_up
+from mlx_experts.engine.tools.layer_calls import call_layers_alone
 from mlx_experts.registry.checkpoint.hub import resolve_path
 from mlx_experts.registry.errors import RegistryError, SettingError
 
@@ -32,6 +33,8 @@ _SERVER = "server"
 _MODELS = ("--model", "--draft-model")
 # They change tensors and write them, in the dtype that they are stored in.
 _RUN_NO_MODEL = frozenset({"convert", "fuse"})
+# They run a model layer by layer.
+_CALL_LAYERS = frozenset({"awq"})
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def run_tool(
         module = _imported(tool)
         if tool.name in _RUN_NO_MODEL:
             settings.setdefault("dtype", STORED)
+        if tool.name in _CALL_LAYERS:
+            doors.ready = call_layers_alone
         if tool.name == _SERVER:
             doors.ready = lambda model: warm_up(model, say)
             _look_at_models(doors, arguments)

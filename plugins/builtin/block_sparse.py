@@ -17,7 +17,7 @@ from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm
 from mlx_experts.engine.layers.options import check_parts, mixer_options
-from mlx_experts.engine.layers.tensor_parallel import Group, share_of, spread_rows
+from mlx_experts.engine.layers.tensor_parallel import Cuts
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -137,12 +137,11 @@ class BlockSparseAttention(Attention):
             kept = kept & seen
         return mx.repeat(kept, self.heads // self._index_heads, axis=1)
 
-    def shard(self, group: Group) -> None:
-        """Keep this rank's heads and the index heads that pick for them."""
-        index_heads = share_of(self._index_heads, group, "index heads")
-        super().shard(group)
-        spread_rows(self, "index_q_proj", group)
-        self._index_heads = index_heads
+    def cuts(self) -> Cuts:
+        """Each rank keeps some of the heads and the index heads that pick for them."""
+        cuts = super().cuts()
+        counts, rows = {**cuts.counts, "_index_heads": "index heads"}, {**cuts.rows, "index_q_proj": 1}
+        return dataclasses.replace(cuts, counts=counts, rows=rows)
 
     def make_cache(self) -> Any:
         """A cache of keys and values, and one of index keys."""

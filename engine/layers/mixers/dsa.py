@@ -116,6 +116,8 @@ class SparseAttention(LatentAttention):
                 "the first layer shares an indexer, and there is none before it",
                 where="config.json or the family file",
             )
+        earlier = range(layer.index - 1, -1, -1) if self._shared else ()
+        self._source = next((i for i in earlier if not shares_selection(spec, i)), None)
         if not self._shared:
             self.indexer = Indexer(spec, layer.sizes.hidden_size, layer.rope)
 
@@ -170,6 +172,11 @@ class SparseAttention(LatentAttention):
             scores = mx.where(mask, scores, -mx.inf)
         k = self._dsa.index_topk
         return mx.stop_gradient(mx.argpartition(-scores, kth=k - 1, axis=-1)[..., :k])
+
+    @property
+    def source(self) -> int | None:
+        """The earlier layer whose picks it uses."""
+        return self._source
 
     def make_cache(self) -> Any:
         """A cache of latents, with one of index keys where the layer has an indexer."""

@@ -21,6 +21,7 @@ from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.options import mixer_options
 from mlx_experts.engine.layers.rope import Rope, yarn_mscale
+from mlx_experts.engine.layers.tensor_parallel import Cuts
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan, RopePlan
 from mlx_experts.registry.spec.family import OutputGateSpec, PluginMixerSpec, TemperatureSpec
@@ -160,6 +161,19 @@ class LatentAttention(Mixer):
             out = out * factor.reshape(*out.shape[:-1], -1).astype(out.dtype)
         return find(self, self._spec.out)(out.flatten(-2))
 
+    def cuts(self) -> Cuts:
+        """Each rank keeps some of the heads; latents, and what makes them, stay whole."""
+        spec = self._spec
+        rows: dict[str, list[int] | int] = {"q_b_proj" if spec.q_rank else "q_proj": 1}
+        if spec.gate is not None and spec.gate.enabled:
+            rows[spec.gate.path or "g_proj"] = 1
+        more, heads = self._up_projections()
+        return Cuts({"heads": "heads of latent attention"}, {**rows, **more}, (spec.out,), heads)
+
+    def _up_projections(self) -> tuple[dict[str, list[int] | int], tuple[str, ...]]:
+        """Linear layers with rows, and stacks with an axis, of heads."""
+        return {}, ("embed_q", "unembed_out")
+
     def make_cache(self) -> Any:
         """A cache of latents and rotated keys."""
         return KVCache()
@@ -170,6 +184,10 @@ class ExpandedAttention(LatentAttention):
 
     def _build_up_projections(self, spec: MlaOptions) -> None:
         self.kv_b_proj = nn.Linear(spec.kv_rank, self.heads * (spec.nope_dim + spec.v_dim), bias=False)
+
+    def _up_projections(self) -> tuple[dict[str, list[int] | int], tuple[str, ...]]:
+        """Linear layers with rows, and stacks with an axis, of heads."""
+        return {"kv_b_proj": 1}, ()
 
     def attend(
         self, q_nope: mx.array, q_rope: mx.array, latent: mx.array, k_rope: mx.array, mask: Any, cache: Any

@@ -7,20 +7,27 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
 from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.lora import LoRALinear
 
+from mlx_experts import load
+from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.tensor_parallel import share_of, spread_columns, spread_experts, spread_rows
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
+DEMO = str(files("mlx_experts").joinpath("demo"))
 # Biases, sinks and windows; a fused projection; gates; full-width norms; a mix; identity experts; a mixer
 # that stays whole; a latent space; quantised weights; an indexer; mlx-lm's own models.
 SPREAD = (
@@ -38,8 +45,26 @@ SPREAD = (
     "qwen3_next",
     "nemotron_h",
     "minimax_m3_vl",
+    "deepseek_v3@4",
+    "deepseek_v2",
+    "glm_moe_dsa",
     "kimi_k3@4",
     "deepseek_v41",
+)
+# Plain and quantised; a window; states; several caches a layer; an indexer that others share; an embedding
+# with a cache; keys of earlier layers; index keys; mlx-lm's own model.
+PIPED = (
+    "qwen3_moe",
+    "deepseek_v3@4",
+    "gpt_oss",
+    "qwen3_next",
+    "nemotron_h",
+    "longcat_flash",
+    "glm_moe_dsa",
+    "longcat_flash_ngram",
+    "gemma4",
+    "minimax_m3_vl",
+    "kimi_k3",
 )
 
 
@@ -66,7 +91,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
     script = Path(__file__).with_name("sharded_rank.py")
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), *SPREAD],
+            [sys.executable, str(script), *SPREAD, *(f"{name}|pipeline" for name in PIPED)],
             env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,7 +107,14 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
     for rank, (_, errors) in zip(ranks, answers, strict=True):
         assert rank.returncode == 0, errors[-2000:]
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in answers)
-    assert first == second
+    for name in SPREAD:
+        assert first[name] == second[name]
+    for name in PIPED:
+        # Together they keep every layer once, and what both need twice.
+        one, other = (each[f"{name}|pipeline"] for each in (first, second))
+        assert one["error"] == other["error"]
+        assert max(one["kept"], other["kept"]) < 0.85
+        assert one["kept"] + other["kept"] >= 1
     result: dict[str, dict[str, float]] = first
     return result
 
@@ -92,6 +124,22 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
 def test_two_ranks_give_the_logits_of_one(name: str, spread: dict[str, dict[str, float]]) -> None:
     assert spread[name]["error"] < 1e-5
     assert spread[name]["kept"] < 0.85
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_two_ranks_of_a_pipeline_give_the_logits_of_one(
+    name: str, spread: dict[str, dict[str, float]]
+) -> None:
+    assert spread[f"{name}|pipeline"]["error"] < 1e-5
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_two_ranks_generate_the_tokens_of_one_process(way: str, spread: dict[str, Any]) -> None:
+    """Loaded by what stands in the place of mlx-lm's ``sharded_load``."""
+    model, tokenizer = load(DEMO)
+    prompt = mx.array(tokenizer.encode("A mixture-of-experts model"))
+    tokens = [token for token, _ in generate_step(prompt, model, max_tokens=12)]
+    assert spread[f"demo|{way}"] == {"tokens": tokens, "layers": 4 if way == "tensor" else 2}
 
 
 def test_one_rank_changes_nothing() -> None:
@@ -142,3 +190,37 @@ def test_layer_with_an_adapter_is_refused() -> None:
     parent.q_proj = LoRALinear.from_base(nn.Linear(32, 32), r=4)
     with pytest.raises(SettingError, match="carries an adapter"):
         spread_rows(parent, "q_proj", TwoRanks())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "minimax_m3_vl", "gpt_oss"])
+def test_a_model_that_the_ranks_cannot_divide_is_refused_untouched(name: str) -> None:
+    """The experts come first in no layer and the heads cannot be divided by three."""
+    family = catalog().load(name)
+    model = build_tiny(family, tiny_config(family))
+    before = {path: (value.shape, id(value)) for path, value in tree_flatten(model.parameters())}
+    heads = [each.heads for each in model.modules() if isinstance(each, Mixer)]
+    with pytest.raises(SettingError, match="cannot be spread over the ranks"):
+        model.shard(Ranks(3))
+    after = {path: (value.shape, id(value)) for path, value in tree_flatten(model.parameters())}
+    assert after == before
+    assert [each.heads for each in model.modules() if isinstance(each, Mixer)] == heads
+    assert model(mx.array([[1, 2, 3]])).shape[:2] == (1, 3)
+
+
+def test_two_key_value_heads_over_four_ranks_leave_every_layer_whole() -> None:
+    family = catalog().load("qwen3_moe")
+    model = build_tiny(family, tiny_config(family))
+    before = {path: value.shape for path, value in tree_flatten(model.parameters())}
+    with pytest.raises(SettingError, match="key-value heads cannot be spread"):
+        model.shard(Ranks(4))
+    assert {path: value.shape for path, value in tree_flatten(model.parameters())} == before
+
+
+class Ranks(TwoRanks):
+    """As many ranks as are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def size(self) -> int:
+        return self._count
