@@ -20,6 +20,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/registry fmt --check
 
 # mypy finds the package's modules only where it is installed as users have it, not in the editable copy.
 types: $(STAMP)

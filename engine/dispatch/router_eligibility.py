@@ -7,7 +7,7 @@ from mlx_experts.engine.kernels import fused_kernel
 from mlx_experts.engine.kernels import router_kernel as kernel
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.kernels.router_kernel import RoutedRun
-from mlx_experts.registry.spec.family import GroupsSpec, NormaliseSpec, RouterSpec
+from mlx_experts.registry.spec.family import GroupsSpec, RenormalizeSpec, RouterSpec
 
 
 def steps_of(spec: RouterSpec, experts: int, top_k: int) -> kernel.RouterSteps | Decline:
@@ -23,7 +23,7 @@ def steps_of(spec: RouterSpec, experts: int, top_k: int) -> kernel.RouterSteps |
         return Decline("score_dtype", "float32", spec.score_dtype, "The family scores in the model's type.")
     if spec.expert_scale is not None:
         return Decline("expert_scale", "none", spec.expert_scale, "A learned factor is applied apart.")
-    normalised = _normalise(spec.normalise, top_k)
+    normalised = _normalise(spec.renormalize, top_k)
     if isinstance(normalised, Decline):
         return normalised
     kind, eps = normalised
@@ -51,7 +51,7 @@ def steps_of(spec: RouterSpec, experts: int, top_k: int) -> kernel.RouterSteps |
     )
 
 
-def _normalise(spec: NormaliseSpec | None, top_k: int) -> tuple[str, float] | Decline:
+def _normalise(spec: RenormalizeSpec | None, top_k: int) -> tuple[str, float] | Decline:
     if spec is None or not spec.enabled or (spec.skip_single and top_k == 1):
         return "none", 0.0
     if spec.p != 1.0 or (spec.clamp and spec.eps):

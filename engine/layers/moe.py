@@ -136,7 +136,7 @@ class MoE(VersionedModule):
         """What a fused kernel would be asked for a call of ``rows`` token rows."""
         container = find(self, self._spec.experts.path)
         activation, top_k = self._dispatch.activation, self._router.top_k
-        if self._spec.experts.weigh == "input":
+        if self._spec.experts.apply_router_weight_on_input:
             # Every pick is a row of its own: see _on_weighted_input.
             rows, top_k = rows * top_k, 1
         return expert_weights.request_of(
@@ -232,7 +232,7 @@ class MoE(VersionedModule):
             self._latent is None
             and self._group is None
             and not spec.zero_experts
-            and spec.weigh != "input"
+            and not spec.apply_router_weight_on_input
             and spec.output_scale == 1.0
         )
 
@@ -276,7 +276,7 @@ class MoE(VersionedModule):
         down = find(self, latent.down) if latent else None
         norm = find(self, latent.norm) if latent and latent.norm and latent.norm_enabled else None
         up = find(self, latent.up) if latent else None
-        run = _on_weighted_input if spec.weigh == "input" else _as_routed
+        run = _on_weighted_input if spec.apply_router_weight_on_input else _as_routed
 
         def total(x: mx.array, router_input: mx.array | None = None) -> mx.array:
             x, given = x.astype(mx.float32), x
@@ -347,7 +347,7 @@ def make_shared(spec: SharedSpec, dims: int) -> MLP:
     """The shared expert of a resolved section."""
     return MLP(
         dims,
-        spec.width * spec.count,
+        (spec.width or 0) * spec.count,
         activation_of(spec.activation, spec.kind == "glu"),
         bias=spec.bias,
         names=spec.names,

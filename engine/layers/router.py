@@ -17,7 +17,7 @@ from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.kernels.router_kernel import RoutedRun
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.plugins.manager import components
-from mlx_experts.registry.spec.family import GroupsSpec, NormaliseSpec, RouterSpec
+from mlx_experts.registry.spec.family import GroupsSpec, RenormalizeSpec, RouterSpec
 
 
 class BareLinear(nn.Module):
@@ -85,7 +85,7 @@ class Router:
     def build(self, moe: nn.Module) -> None:
         """Place the router's leaves in ``moe``."""
         spec = self.spec
-        linear = nn.Linear if spec.form == "linear" else BareLinear
+        linear = nn.Linear if spec.quantizable else BareLinear
         place(moe, spec.path, linear(self.dims, self.experts, bias=spec.bias))
         if self.bias_path:
             place(moe, self.bias_path, mx.zeros((self.experts,), dtype=mx.float32))
@@ -208,7 +208,7 @@ class BoundRouter:
             indices, weights = router.select(logits=logits, top_k=router.top_k, options=spec.options)
         else:
             indices, weights = router.pick(logits, bias)
-        weights = normalise(weights, spec.normalise).astype(mx.float32)
+        weights = normalise(weights, spec.renormalize).astype(mx.float32)
         if spec.scale != 1.0:
             weights = weights * spec.scale
         if self._scales is not None:
@@ -248,7 +248,7 @@ def limit_to_groups(scores: mx.array, spec: GroupsSpec) -> mx.array:
     return grouped.flatten(-2)
 
 
-def normalise(weights: mx.array, spec: NormaliseSpec | None) -> mx.array:
+def normalise(weights: mx.array, spec: RenormalizeSpec | None) -> mx.array:
     """Weights ``[..., K]`` divided by their norm, where the family does so; all zero where the norm is."""
     if spec is None or not spec.enabled or (spec.skip_single and weights.shape[-1] == 1):
         return weights

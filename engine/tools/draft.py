@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from mlx_experts.engine.tools.inspect import Inspection, inspect_checkpoint
-from mlx_experts.registry.catalog.catalog import Catalog, merge
+from mlx_experts.registry.catalog.catalog import Catalog, bundled_folder, merge
 from mlx_experts.registry.catalog.config_view import ConfigView
-from mlx_experts.registry.catalog.yaml_reader import read_yaml
+from mlx_experts.registry.catalog.family_format import EDITOR_WORDS, SCHEMA_FILE, formatted
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import ConfigError, RegistryError, UnknownFamilyError
 from mlx_experts.registry.resolve.tiny_config import config_keys
@@ -80,14 +81,10 @@ class Draft:
 
     def to_yaml(self) -> str:
         """The file's text, questions as comments."""
-        head = {k: self.data[k] for k in ("family", "extends", "reference", "model_types", "architectures")}
-        rest = {k: v for k, v in self.data.items() if k not in head}
-        text = yaml.safe_dump(head, sort_keys=False, default_flow_style=None, width=100)
-        if rest:
-            text += "\n" + yaml.safe_dump(rest, sort_keys=False, default_flow_style=None, width=100)
-        if self.questions:
-            text += "\n" + "".join(f"# question: {q}\n" for q in self.questions)
-        return text
+        text = f"{EDITOR_WORDS}{bundled_folder() / SCHEMA_FILE}\n"
+        text += yaml.safe_dump(self.data, sort_keys=False, width=10000)
+        text += "".join(f"# question: {q}\n" for q in self.questions)
+        return formatted(text, Path(f"{self.family}.yaml"))
 
 
 def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str] = ()) -> Draft:
@@ -147,7 +144,7 @@ def draft_family(checkpoint: Checkpoint, catalog: Catalog, exclude: Iterable[str
 
 def _one_level(nearest: str, change: dict[str, Any], catalog: Catalog) -> tuple[str, dict[str, Any]]:
     """A base that extends nothing, and what the draft states on top of it."""
-    own, _ = read_yaml(catalog.path(nearest))
+    own = catalog.stated(nearest)
     root = own.get("extends")
     if root is None:
         return nearest, change
@@ -179,7 +176,7 @@ def _changes(checkpoint: Checkpoint) -> dict[str, Any]:
     if layout is not None:
         block = layout["path"].removesuffix(".experts")
         change["moe"] = {"path": block}
-        change["layouts"] = {"experts": [layout, {"kind": "stacked", "path": layout["path"]}]}
+        change["checkpoint"] = {"experts": [layout, {"kind": "stacked", "path": layout["path"]}]}
     return change
 
 
@@ -191,7 +188,7 @@ def _per_expert_layout(checkpoint: Checkpoint) -> dict[str, Any] | None:
     for roles in _ROLES:
         for path, found in leaves.items():
             if found == set(roles):
-                return {"kind": "per_expert", "path": path, "leaves": list(roles)}
+                return {"kind": "per_expert", "path": path, "projections": list(roles)}
     return None
 
 

@@ -113,8 +113,8 @@ def check_family(family: Family) -> FamilyReport:
     model = steps.run("build", lambda: build_tiny(family, config)) if steps.going else None
     if model is None:
         return report
-    for index in (None, *range(len(family.layouts.experts))):
-        label = "tree" if index is None else family.layouts.experts[index].kind
+    for index in (None, *range(len(family.expert_layouts))):
+        label = "tree" if index is None else family.expert_layouts[index].kind
         steps.run(f"layout {label}", lambda i=index: _layout_round_trip(family, config, model, i))
     steps.run("save and load", lambda: _files_round_trip(family, model, config))
     steps.run("decode", lambda: _decodes(model))
@@ -178,7 +178,7 @@ def _layout_round_trip(
     family: Family, config: Mapping[str, Any], model: LanguageModel, index: int | None
 ) -> str:
     """Write the parameters in a layout, read them into a second model, compare."""
-    layout = family.layouts.experts[index] if index is not None else None
+    layout = family.expert_layouts[index] if index is not None else None
     other = build_tiny(family, config, seed=1)
     if isinstance(layout, Stacked) and layout.packed:
         model = build_tiny(family, config)

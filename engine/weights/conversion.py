@@ -59,7 +59,7 @@ class WeightConverter:
     """
 
     def __init__(self, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.plan, self.spec = plan, plan.family.layouts
+        self.plan, self.spec = plan, plan.checkpoint
         names = plan.family.names
         self.wrapper = names.wrapper + "." if names.wrapper else ""
         self.layers = f"{self.wrapper}{names.root}.{names.layers}"
@@ -75,7 +75,7 @@ class WeightConverter:
                 lambda value: resolver.value(value, 0),
                 lambda name: components().get("layout operation", name),
             )
-            for op in self.spec.ops
+            for op in self.spec.conversions
         ]
         self.ignored = Ignored(plan, self.layers, self._strip, self._renamed)
         self._in_layer = PathPattern(f"{self.layers}.{{layer}}.*")
@@ -232,7 +232,7 @@ class WeightConverter:
 
     def _ignore_unused(self, result: Converted) -> None:
         """Ignore declared modules in layers that the plan built without them."""
-        for rule in map(PathPattern, self.spec.drop_unused):
+        for rule in map(PathPattern, self.spec.ignore_unused):
             for name in list(result.tensors):
                 module = name.rpartition(".")[0]
                 if rule.matches(module) and f"{module}.weight" not in self.tree.shapes:
@@ -241,7 +241,7 @@ class WeightConverter:
 
     def _fill_optional(self, result: Converted) -> None:
         """Zeros for optional parameters, where all of one rule are missing."""
-        for rule in map(PathPattern, self.spec.may_lack):
+        for rule in map(PathPattern, self.spec.optional):
             names = [name for name in self.tree.shapes if rule.matches(name)]
             if not names or any(name in result.tensors for name in names):
                 continue

@@ -269,7 +269,7 @@ def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str
         case spec.SplitOp():
             targets = tuple(map(PathPattern, op.target))
             return SplitOperation(
-                PathPattern(op.source), targets, op.interleaved, resolve(op.groups), op.channels
+                PathPattern(op.source), targets, groups=resolve(op.groups), channels=op.channels
             )
         case spec.ConvOp():
             return ConvOperation(PathPattern(op.source), PathPattern(op.target or op.source))

@@ -85,9 +85,9 @@ def stacked_modules(layout: spec.ExpertLayout, stack: ExpertStack, path: str) ->
     leaves = [stack.module(i) for i in range(len(stack.leaves))]
     if isinstance(layout, spec.PerExpert):
         match = _one_by_one(layout, stack).match(path)
-        if match is None or match.rest not in layout.leaves:
+        if match is None or match.rest not in layout.projections:
             return []
-        at, fused = layout.leaves.index(match.rest), layout.fused is not None
+        at, fused = layout.projections.index(match.rest), layout.fused is not None
     else:
         sources = _sources(layout, stack)
         if path not in sources:
@@ -121,7 +121,7 @@ def _sources(layout: spec.ExpertLayout, stack: ExpertStack) -> list[str]:
     base = _base(layout, stack)
     if isinstance(layout, spec.Stacked):
         return [f"{base}.{layout.fused}", f"{base}.{layout.down}"]
-    return [f"{base}.{leaf}" for leaf in layout.leaves]
+    return [f"{base}.{leaf}" for leaf in layout.projections]
 
 
 def _stacked_tensors(tensors: Tensors, module: str) -> dict[str, str]:
@@ -201,12 +201,12 @@ def _per_expert_faults(layout: spec.PerExpert, stack: ExpertStack, tensors: Tens
     base = _base(layout, stack)
     if (count := len(_under(tensors, base))) < stack.experts:
         return [f"{base} has {count} tensors, fewer than the {stack.experts} experts of the config"]
-    kinds: dict[str, set[str]] = {leaf: set() for leaf in layout.leaves}
-    for leaf in layout.leaves:
+    kinds: dict[str, set[str]] = {leaf: set() for leaf in layout.projections}
+    for leaf in layout.projections:
         for e in range(stack.experts):
             kinds[leaf] |= set(module_tensors(tensors, f"{base}.{e}.{leaf}"))
     faults = []
-    for leaf in layout.leaves:
+    for leaf in layout.projections:
         for suffix in kinds[leaf] or {"weight"}:
             holes = [e for e in range(stack.experts) if f"{base}.{e}.{leaf}.{suffix}" not in tensors]
             if holes:
@@ -267,7 +267,7 @@ def _per_expert_targets(layout: spec.PerExpert, stack: ExpertStack) -> list[tupl
     modules = [stack.module(i) for i in range(len(stack.leaves))]
     if layout.fused:
         modules = [_whole(stack), modules[-1]]
-    return list(zip(modules, layout.leaves, strict=True))
+    return list(zip(modules, layout.projections, strict=True))
 
 
 def _to_per_expert(layout: spec.PerExpert, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -352,7 +352,7 @@ def _to_split(layout: spec.Split, stack: ExpertStack, tensors: Tensors, tree: Tr
 def _from_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
     for i, source in enumerate(_sources(layout, stack)):
         values = _take_stacked(tensors, source)
-        down = i == len(layout.leaves) - 1
+        down = i == len(layout.projections) - 1
         for suffix, value in values.items():
             cube = mx.unflatten(value, 0, (stack.experts, -1))
             put(
@@ -364,7 +364,7 @@ def _from_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tr
 
 def _to_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
     for i, source in enumerate(_sources(layout, stack)):
-        down = i == len(layout.leaves) - 1
+        down = i == len(layout.projections) - 1
         for suffix, value in take(tensors, stack.module(i)).items():
             turned = value.swapaxes(-1, -2) if down and layout.down_transposed else value
             tensors[source if suffix == "weight" else f"{source}.{suffix}"] = turned.flatten(0, 1)

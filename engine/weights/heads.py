@@ -83,7 +83,7 @@ def unit_columns(plan: Plan, names: HeadNames, tensors: Tensors) -> None:
     """Columns of length one for a head that is declared so; one that has them already stays as it is."""
     name = f"{names.head}.weight"
     head = tensors.get(name)
-    if not plan.head.normalise_columns or head is None or not mx.issubdtype(head.dtype, mx.floating):
+    if not plan.head.normalize_columns or head is None or not mx.issubdtype(head.dtype, mx.floating):
         return
     value = head.astype(mx.float32)
     lengths = mx.linalg.norm(value, axis=0, keepdims=True)

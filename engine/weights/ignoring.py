@@ -32,9 +32,9 @@ class Ignored:
         self, plan: Plan, layers: str, in_tree: Callable[[str], str], renamed: Callable[[str], str]
     ) -> None:
         self._plan, self._in_tree, self._renamed = plan, in_tree, renamed
-        self._rules = [PathPattern(rule) for rule in plan.family.layouts.drop]
+        self._rules = [PathPattern(rule) for rule in plan.checkpoint.ignore]
         self._beyond = (
-            f"{layers}.{{layer}} past the last layer" if plan.family.layouts.drop_extra_layers else ""
+            f"{layers}.{{layer}} past the last layer" if plan.checkpoint.ignore_extra_layers else ""
         )
         self._layer = PathPattern(f"{layers}.{{layer}}.*")
 

@@ -5,7 +5,7 @@ The module tree of such a layer has the router and the experts at its top, besid
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +32,6 @@ class ParallelMoeOptions(Spec):
     double_wide: Bool = Field(
         False, description="The MLP has twice its width where a layer reuses keys and values."
     )
-    direction: Literal["causal"] = Field("causal", description="Tokens see what is before them.")
     dense_norm: ModulePath = Field(description="Norm after the MLP, in layers with experts.")
     expert_pre_norm: ModulePath = Field(description="Norm before the experts.")
     expert_norm: ModulePath = Field(description="Norm after the experts.")

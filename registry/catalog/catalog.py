@@ -18,6 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_experts.registry import settings
+from mlx_experts.registry.catalog.shorthand import spelled_out
 from mlx_experts.registry.catalog.validation_errors import at, spec_error
 from mlx_experts.registry.catalog.yaml_reader import Lines, not_yaml, read_text, read_yaml
 from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
@@ -57,7 +58,7 @@ class Catalog:
         for folder in given:
             if not folder.is_dir():
                 raise SettingError("a folder of families does not exist", found=str(folder))
-        self.folders = (bundled or _bundled(), *settings.read().families, *given)
+        self.folders = (bundled or bundled_folder(), *settings.read().families, *given)
         self._loaded: dict[str, Family] = {}
 
     @functools.cached_property
@@ -108,12 +109,27 @@ class Catalog:
             )
         return self.entries[name].path
 
+    def stated(self, name: str) -> dict[str, Any]:
+        """What a family's own file states, without what it extends; shorthands are spelled out.
+
+        Raises:
+            UnknownFamilyError: no file describes it.
+            SpecError: its file is wrong.
+        """
+        path = self.path(name)
+        data, lines = read_yaml(path)
+        base = data.get("extends")
+        names = _defined(read_yaml(self.path(base))[0]) if isinstance(base, str) else {}
+        written = spelled_out(data, merge(names, _defined(data)), lines, path)
+        written.pop("define", None)
+        return written
+
     def _merged(self, name: str) -> tuple[dict[str, Any], Lines, Path]:
         path = self.path(name)
         data, lines = read_yaml(path)
         base_name = data.get("extends")
         if base_name is None:
-            return data, lines, path
+            return spelled_out(data, _defined(data), lines, path), lines, path
         if not isinstance(base_name, str) or base_name == name or base_name not in self.entries:
             others = [other for other in self.entries if other != name]
             near = difflib.get_close_matches(str(base_name), others, n=1, cutoff=0.4)
@@ -133,6 +149,9 @@ class Catalog:
         for key in HEADER_KEYS[1:4]:
             base.pop(key, None)
         base.pop("notes", None)
+        names = merge(_defined(base), _defined(data))
+        base = spelled_out(base, names, base_lines, self.path(base_name))
+        data = spelled_out(data, names, lines, path)
         return merge(base, data), {**base_lines, **lines}, path
 
     def for_config(self, config: Mapping[str, Any]) -> Family:
@@ -183,6 +202,11 @@ class Catalog:
             hint=(f"nearest: {', '.join(near)}; " if near else "")
             + "`registry draft PATH` writes a first family file",
         )
+
+
+def _defined(data: Mapping[str, Any]) -> dict[str, Any]:
+    found = data.get("define")
+    return found if isinstance(found, dict) else {}
 
 
 def mixers(family: Family, lines: Lines | None = None, path: Path | None = None) -> dict[str, Any]:
@@ -260,17 +284,17 @@ def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
 def _check_leaves(family: Family, lines: Lines, path: Path) -> None:
     """A layout of experts names as many leaves as its experts have projections."""
     gated = family.moe.experts.kind == "glu"
-    for i, layout in enumerate(family.layouts.experts):
+    for i, layout in enumerate(family.expert_layouts):
         if isinstance(layout, Stacked):
             continue
         fused = isinstance(layout, PerExpert) and layout.fused is not None
         wanted = ("gate and up in one, down" if fused else "gate, up, down") if gated else "up, down"
-        if len(layout.leaves) != len(wanted.split(", ")):
+        if len(layout.projections) != len(wanted.split(", ")):
             raise SpecError(
-                f"'layouts.experts.{i}.leaves' names {len(layout.leaves)} leaves",
-                where=at(lines, ("layouts", "experts", i, "leaves"), path),
+                f"'checkpoint.experts.{i}.projections' names {len(layout.projections)} projections",
+                where=at(lines, ("checkpoint", "experts", i, "projections"), path),
                 expected=wanted,
-                found=", ".join(layout.leaves),
+                found=", ".join(layout.projections),
             )
 
 
@@ -289,13 +313,14 @@ def _read_entry(path: Path) -> Entry:
         raise not_yaml(error, path, text) from error
     except (RecursionError, ValueError) as error:
         raise SpecError("the top of the family file holds no names", where=str(path)) from error
-    for key in ("family", "model_types", "architectures"):
+    for key in ("family", "architectures"):
         if not isinstance(data, dict) or key not in data:
             raise SpecError(
                 f"the family file lacks `{key}` at its top",
                 where=f"{path}:1",
-                expected="family, model_types and architectures before every other section",
+                expected="family and architectures before every other section",
             )
+    data.setdefault("model_types", [str(data["family"])])
     for key in ("model_types", "architectures"):
         names = [] if data[key] is None else data[key]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -357,5 +382,6 @@ def _passes(test: ConfigTest, config: Any) -> bool:
     return all(config.get(k) == v for k, v in (test.equals or {}).items())
 
 
-def _bundled() -> Path:
+def bundled_folder() -> Path:
+    """The folder with the families of this package."""
     return Path(str(resources.files("mlx_experts.families")))

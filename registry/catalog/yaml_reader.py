@@ -28,25 +28,37 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
             is not a mapping.
     """
     text = read_text(path)
+    node, lines = parse(text, path)
+    try:
+        data: dict[str, Any] = _LOADER("").construct_document(node)
+    except yaml.YAMLError as error:
+        raise not_yaml(error, path, text) from error
+    return data, lines
+
+
+def parse(text: str, path: Path) -> tuple[yaml.MappingNode, Lines]:
+    """The YAML mapping that a text is, as PyYAML's nodes; otherwise as :func:`read_yaml`."""
     lines: Lines = {}
     try:
-        loader = _LOADER(text)
-        node = loader.get_single_node()
+        node = _LOADER(text).get_single_node()
         if node is not None:
             _walk(node, (), path, lines, set())
-        data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         raise not_yaml(error, path, text) from error
     except RecursionError as error:
         raise SpecError("the family file is nested too deeply", where=str(path)) from error
-    if not isinstance(data, dict):
+    if not isinstance(node, yaml.MappingNode):
         raise SpecError(
             "the family file is not a mapping",
             where=str(path),
             expected="keys such as `family:` and `moe:`",
-            found=type(data).__name__,
+            found="nothing"
+            if node is None
+            else "a list"
+            if isinstance(node, yaml.SequenceNode)
+            else "a value",
         )
-    return data, lines
+    return node, lines
 
 
 def read_text(path: Path) -> str:

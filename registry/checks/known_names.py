@@ -65,9 +65,9 @@ def _named(plan: Plan) -> Iterator[tuple[str, str, str, Collection[str]]]:
         ):
             if name is not None:
                 yield f"backbone.{key}", kind, name, ()
-    for i, op in enumerate(family.layouts.ops):
+    for i, op in enumerate(family.checkpoint.conversions):
         if isinstance(op, PluginOp):
-            yield f"layouts.ops.{i}.name", "layout operation", op.name, ()
+            yield f"checkpoint.conversions.{i}.plugin", "layout operation", op.name, ()
     for layer in plan.layers:
         if isinstance(layer.mixer, PluginMixerSpec):
             at = f"variants.{layer.type}" if layer.type in family.variants else "attention"

@@ -52,6 +52,7 @@ for name, module in (
     ("bench", bench.bench),
     ("generate", generate.generate),
     ("schema", schema.schema),
+    ("fmt", schema.fmt),
 ):
     app.command(name)(module)
 app.command("run", context_settings=run_.CONTEXT)(run_.run)

@@ -116,7 +116,9 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             return bool(resolver.value(rule.enabled, i))
         case rules.ListRule():
             entry = _entry(view, rule.key, i, count)
-            return bool(entry) if rule.value is True else entry == rule.value
+            if rule.value is True:
+                return entry == "sparse" if isinstance(entry, str) else bool(entry)
+            return bool(entry == rule.value)
         case rules.FirstDense():
             every = _count(rule.every, i, resolver)
             return i >= _count(rule.first, i, resolver, least=0) and i % every == 0

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.spec.checkpoint import CheckpointSpec
 from mlx_experts.registry.spec.family import (
     DenseSpec,
     EmbeddingSpec,
@@ -124,7 +125,11 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole model, ready to build."""
+    """A whole model, ready to build.
+
+    Args:
+        checkpoint: what its checkpoints may look like, every path written out.
+    """
 
     family: Family
     sizes: Sizes
@@ -132,6 +137,7 @@ class Plan:
     embedding: EmbeddingSpec
     head: HeadSpec
     layers: tuple[LayerPlan, ...]
+    checkpoint: CheckpointSpec
     config: ConfigView
 
     @property

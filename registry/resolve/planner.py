@@ -12,6 +12,7 @@ from typing import Any
 from mlx_experts.registry.catalog.catalog import mixers
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.resolve.checkpoint_paths import resolve_checkpoint
 from mlx_experts.registry.resolve.features import check_features
 from mlx_experts.registry.resolve.layer_types import expand_moe_layers, expand_types
 from mlx_experts.registry.resolve.plan import LayerPlan as LayerPlan
@@ -39,7 +40,7 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
         kind if moe else family.dense_types.get(kind, kind) for kind, moe in zip(types, is_moe, strict=True)
     ]
     kinds = mixers(family)
-    layers = []
+    layers: list[LayerPlan] = []
     for i, kind in enumerate(types):
         if family.layer_types is not None and kind not in kinds and "" not in kinds:
             raise ConfigError(
@@ -56,6 +57,7 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
         embedding=resolver.spec(family.embedding, 0, "embedding"),
         head=resolver.spec(family.head, 0, "head"),
         layers=tuple(layers),
+        checkpoint=resolve_checkpoint(family, resolver),
         config=view,
     )
 
@@ -75,6 +77,9 @@ def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: An
         )
     moe = resolver.spec(family.moe, i, "moe") if mlp == "moe" else None
     if moe is not None:
+        if moe.shared is not None and moe.shared.width is None:
+            shared = moe.shared.model_copy(update={"width": sizes.expert_width})
+            moe = moe.model_copy(update={"shared": shared})
         _check_moe(moe, sizes, f"config.json or {family.family}.yaml, layer {i}")
     dense = resolver.spec(family.dense, i, "dense") if mlp == "dense" and family.dense else None
     if dense is not None and dense.width is None and not sizes.dense_width:

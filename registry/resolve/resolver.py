@@ -80,16 +80,17 @@ class Resolver:
             return self.value(ref.present, layer)
         if ref.times is not None and isinstance(value, int | float) and not isinstance(value, bool):
             return _ordinary(key, value * ref.times)
-        if ref.map is None:
+        known = ref.map if ref.map is not None else ref.only
+        if known is None:
             return _ordinary(key, value)
-        if not isinstance(value, str | bool | int) or value not in ref.map:
+        if not isinstance(value, str | bool | int) or value not in known:
             raise ConfigError(
                 f"'{key}' holds a value that the family '{self.family}' does not know",
                 where="config.json",
-                expected=", ".join(map(str, ref.map)),
+                expected=", ".join(map(str, known)),
                 found=repr(value)[:80],
             )
-        return self.value(ref.map[value], layer)
+        return value if ref.map is None else self.value(ref.map[value], layer)
 
     def value(self, value: Any, layer: int, at: str = "") -> Any:
         """``value`` with every reference in it replaced; the same object where there is none.

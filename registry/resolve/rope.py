@@ -8,9 +8,6 @@ from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.plan import FLOAT32_LARGEST, RopePlan, Sizes
 from mlx_experts.registry.resolve.resolver import Resolver
 from mlx_experts.registry.spec.family import RopeSpec
-from mlx_experts.registry.spec.values import Ref
-
-_THETA = Ref.model_validate({"from": "rope_theta"})
 
 
 def rope_plan(
@@ -54,9 +51,7 @@ def rope_plan(
     theta, theta_from = own_theta, "layer_theta"
     if theta is None:
         theta, theta_from = _one(params.get("rope_theta"), layer), ""
-    if theta is None and spec.theta is None:
-        theta = resolver.ref(_THETA, layer)
-    elif theta is None:
+    if theta is None:
         theta, theta_from = field("theta"), "theta"
     share, share_from = _one(params.get("partial_rotary_factor"), layer), ""
     dims = field("dims") if share is None else None

@@ -161,7 +161,7 @@ def _layer_rules(config: dict[str, Any], family: Family, layers: int) -> None:
             _set(config, rule.key, [i + rule.base for i in range(0, layers, 2)])
     for moe_rule in family.moe.layers[:1]:
         if isinstance(moe_rule, rules.ListRule) and _get(config, moe_rule.key) is None:
-            value = moe_rule.value
+            value = "sparse" if moe_rule.value is True and "types" in moe_rule.key else moe_rule.value
             other = 0 if value is True else "dense"
             first = other if family.dense is not None else value
             _set(config, moe_rule.key, [first] + [1 if value is True else value] * (layers - 1))
@@ -212,8 +212,9 @@ def _type_of(annotation: Any) -> str:
 
 def _guess(field: str, ref: Ref, kind: str) -> Any:
     """A value for a reference, or None to leave the stated default alone."""
-    if ref.map is not None:
-        return next(iter(ref.map)) if ref.required else None
+    known = ref.map if ref.map is not None else ref.only
+    if known is not None:
+        return next(iter(known)) if ref.required else None
     if kind == "bool":
         return False if ref.required else None
     if field in _FIELDS and (kind != "any" or ref.required or isinstance(ref.default, int)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from mlx_experts.registry.spec.values import (
     AnyValue,
@@ -18,25 +18,37 @@ from mlx_experts.registry.spec.values import (
     Ref,
     Spec,
     Width,
+    from_config,
 )
+
+
+def _style_of_switch(value: Any) -> Any:
+    return ("interleaved" if value else "half") if isinstance(value, bool) else value
+
 
 if TYPE_CHECKING:
     RopeStyle = Literal["half", "interleaved"]
     GateOver = Literal["element", "head"]
 else:
-    RopeStyle = Ref | Literal["half", "interleaved"]
+    RopeStyle = Ref | Annotated[Literal["half", "interleaved"], BeforeValidator(_style_of_switch)]
     GateOver = Ref | Literal["element", "head"]
 
 
 class RopeSpec(Spec):
-    """Rotary position embedding.
+    """Rotary position embedding; its style may stand alone.
 
     Parameters are read from `rope_parameters` (flat or by layer type) and from the older flat keys
     `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
     """
 
-    style: RopeStyle = Field(description="Which pairs of a head rotate together.")
-    theta: Num | None = Field(None, description="Base, where rope parameters do not state one.")
+    alone = "style"
+
+    style: RopeStyle = Field(
+        description="Which pairs of a head rotate together; true means `interleaved`, false `half`."
+    )
+    theta: Num = Field(
+        from_config("rope_theta", 10000.0), description="Base, where rope parameters do not state one."
+    )
     layer_theta: Num | None = Field(None, description="Base that wins over all others; 0 for no rotation.")
     partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
     dims: Width | None = Field(None, description="Rotated width; overrides the share when present.")
@@ -53,7 +65,9 @@ class RopeSpec(Spec):
 
 
 class QkNormSpec(Spec):
-    """Normalisation of queries and keys."""
+    """Normalisation of queries and keys; `over` may stand alone."""
+
+    alone = "over"
 
     over: Literal["head", "full"] = Field(description="The head axis, or the full width before the split.")
     after_rope: bool = Field(False, description="Normalise after the rotation.")
@@ -97,15 +111,15 @@ class TemperatureSpec(Spec):
 class GqaSpec(Spec):
     """Grouped-query attention."""
 
-    kind: Literal["gqa"] = Field(description="Grouped-query attention.")
+    kind: Literal["gqa"] = Field("gqa", description="Grouped-query attention.")
     path: ModulePath = Field("self_attn", description="Module path in the layer.")
     heads: Width | None = Field(None, description="Query heads; the size `num_heads` when absent.")
     kv_heads: Width | None = Field(None, description="Key-value heads; the size `num_kv_heads` when absent.")
     head_dim: Width | None = Field(None, description="Head width; the size `head_dim` when absent.")
     v_head_dim: Width | None = Field(None, description="Value head width; the head width when absent.")
     names: GqaNames = Field(GqaNames(), description="Leaf names.")
-    qkv_bias: Bool = Field(description="Biases on q, k and v.")
-    out_bias: Bool = Field(description="Bias on the output projection.")
+    qkv_bias: Bool = Field(from_config("attention_bias", False), description="Biases on q, k and v.")
+    out_bias: Bool = Field(from_config("attention_bias", False), description="Bias on the output projection.")
     qk_norm: QkNormSpec | None = Field(None, description="Query and key norms.")
     rope: RopeSpec | None = Field(None, description="Rotary embedding; null for none.")
     window: Count | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
@@ -145,7 +159,7 @@ class PluginMixerSpec(Spec):
 
 def _mixer_tag(value: Any) -> str:
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return "gqa" if kind == "gqa" else "plugin"
+    return "gqa" if kind in (None, "gqa") else "plugin"
 
 
 MixerSpec = Annotated[

@@ -1,31 +1,37 @@
-"""Checkpoint layouts as declared operations from tensor names on disk to names in the module tree.
+"""The checkpoint section: from tensor names on disk to names in the module tree, and back.
 
 A path is a module path or a tensor name with `{layer}` and `{expert}` standing for numbers and a last
-`*` standing for any rest. An operation on a module path moves all of its planes (weight, scales,
-biases, bias, global_scale) together.
+`*` standing for any rest. A path that starts with a dot lies in a decoder layer: `.mlp.gate` is
+`model.layers.{layer}.mlp.gate`, with the names that the section `names` gives. An operation on a module
+path moves all of its planes (weight, scales, biases, bias, global_scale) together.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from mlx_experts.registry.spec.values import AnyValue, DiskPath, Options, Spec
+from mlx_experts.registry.spec.values import AnyValue, DiskPath, LayerPath, Options, Spec
 
 
 class PerExpert(Spec):
     """One tensor for each expert and projection."""
 
     kind: Literal["per_expert"] = Field(description="One tensor for each expert.")
-    path: DiskPath = Field(description="Path in the layer, without the expert's number.")
-    leaves: tuple[DiskPath, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
+    path: LayerPath = Field(
+        "",
+        description="Path in the layer, without the expert's number; `experts` in the MoE block if absent.",
+    )
+    projections: tuple[DiskPath, ...] = Field(
+        (), description="Leaves: gate, up, down (up, down when not gated); the checkpoint's if absent."
+    )
     fused: Literal["gate_up", "up_gate"] | None = Field(
         None, description="The first of two leaves holds gate and up, in this order."
     )
     extra_experts: bool = Field(
         False,
-        description="Identity experts may have tensors too, numbered after the others; they are dropped.",
+        description="Identity experts may have tensors too, numbered after the others; they are ignored.",
     )
 
 
@@ -33,7 +39,7 @@ class Stacked(Spec):
     """All experts in one tensor, gate and up fused."""
 
     kind: Literal["stacked"] = Field(description="All experts in one tensor; gate and up are fused.")
-    path: DiskPath = Field(description="Path in the layer.")
+    path: LayerPath = Field("", description="Path in the layer; `experts` in the MoE block if absent.")
     fused: DiskPath = Field(
         "gate_up_proj", description="Leaf of the fused gate and up (of up when not gated)."
     )
@@ -53,39 +59,45 @@ class Split(Spec):
     """All experts in one tensor for each projection."""
 
     kind: Literal["split"] = Field(description="All experts in one tensor for each projection.")
-    path: DiskPath = Field(description="Path in the layer.")
-    leaves: tuple[DiskPath, ...] = Field(description="Leaves: gate, up, down (up, down when not gated).")
+    path: LayerPath = Field("", description="Path in the layer; `experts` in the MoE block if absent.")
+    projections: tuple[DiskPath, ...] = Field(
+        (), description="Leaves: gate, up, down (up, down when not gated); the checkpoint's if absent."
+    )
 
 
 class Flat(Spec):
     """All experts stacked along the rows of one matrix."""
 
     kind: Literal["flat"] = Field(description="Matrices [experts * width, hidden].")
-    path: DiskPath = Field(description="Path in the layer.")
-    leaves: tuple[DiskPath, ...] = Field(description="Leaves: gate, up, down.")
+    path: LayerPath = Field("", description="Path in the layer; `experts` in the MoE block if absent.")
+    projections: tuple[DiskPath, ...] = Field(
+        (), description="Leaves: gate, up, down; the checkpoint's if absent."
+    )
     down_transposed: bool = Field(description="The down matrix is stored [experts * width, hidden] as well.")
 
 
 ExpertLayout = Annotated[PerExpert | Stacked | Split | Flat, Field(discriminator="kind")]
 
+STANDARD_LAYOUTS: tuple[PerExpert | Stacked, ...] = (PerExpert(kind="per_expert"), Stacked(kind="stacked"))
+"""What most families' checkpoints look like: experts one by one, or stacked as transformers 5 writes them."""
+
 
 class Rename(Spec):
     """Another name."""
 
-    op: Literal["rename"] = Field(description="Rename a module, a tensor or, with a last `*`, a subtree.")
-    source: DiskPath = Field(alias="from", description="Name on disk.")
+    source: DiskPath = Field(
+        alias="rename", description="Module, tensor or, with a last `*`, subtree on disk."
+    )
     target: DiskPath = Field(alias="to", description="Name in the module tree.")
 
 
 class SplitOp(Spec):
-    """One tensor on disk is several in the tree."""
+    """One module on disk is several in the tree: its planes are cut along their output rows."""
 
-    op: Literal["split"] = Field(description="Cut a module's planes along their output rows.")
-    source: DiskPath = Field(alias="from", description="Name on disk.")
+    source: DiskPath = Field(alias="split", description="Module on disk.")
     target: tuple[DiskPath, ...] = Field(
         alias="to", min_length=1, description="Names in the module tree, in order."
     )
-    interleaved: bool = Field(False, description="Rows in turn instead of blocks.")
     groups: AnyValue = Field(1, description="Blocks repeat for each group (a config reference).")
     channels: bool = Field(False, description="Cut convolution kernels along their channels.")
 
@@ -93,8 +105,9 @@ class SplitOp(Spec):
 class ConvOp(Spec):
     """A depthwise convolution's kernel, [C, 1, K] on disk and [C, K, 1] in MLX."""
 
-    op: Literal["conv"] = Field(description="Move the kernel axis; done when the middle axis is 1.")
-    source: DiskPath = Field(alias="from", description="Tensor name.")
+    source: DiskPath = Field(
+        alias="conv", description="Tensor whose kernel axis is moved, if it is the last."
+    )
     target: DiskPath | None = Field(
         None, alias="to", description="Name in the module tree, where it is another."
     )
@@ -103,15 +116,13 @@ class ConvOp(Spec):
 class ReshapeOp(Spec):
     """Same values in another shape."""
 
-    op: Literal["reshape"] = Field(description="Give a tensor the shape that the module has.")
-    source: DiskPath = Field(alias="from", description="Tensor name.")
+    source: DiskPath = Field(alias="reshape", description="Tensor that gets the shape that the module has.")
 
 
 class PickOp(Spec):
     """A part of a tensor, or its transpose, under another name."""
 
-    op: Literal["pick"] = Field(description="Take one row of a tensor, or turn it, and give it another name.")
-    source: DiskPath = Field(alias="from", description="Tensor name on disk.")
+    source: DiskPath = Field(alias="pick", description="Tensor on disk.")
     target: DiskPath = Field(alias="to", description="Tensor name in the module tree.")
     row: int | None = Field(None, description="The row that is taken; absent for all.")
     transposed: bool = Field(False, description="The matrix on disk is [in, out].")
@@ -120,34 +131,73 @@ class PickOp(Spec):
 class PluginOp(Spec):
     """An operation that a plugin supplies."""
 
-    op: Literal["plugin"] = Field(description="A plugin's layout operation.")
-    name: str = Field(description="Name under which the plugin offers it.")
+    name: str = Field(alias="plugin", description="Name under which a plugin offers the operation.")
     source: DiskPath = Field(alias="from", description="Module path it applies to.")
-    options: Options = Field({}, description="Options of the operation.")
+    options: Options = Field(
+        {}, description="Options of the operation; text that starts with a dot is a path in the layer."
+    )
 
 
-LayoutOp = Annotated[Rename | SplitOp | ConvOp | ReshapeOp | PickOp | PluginOp, Field(discriminator="op")]
+VERBS: dict[str, type[Spec]] = {
+    "rename": Rename,
+    "split": SplitOp,
+    "conv": ConvOp,
+    "reshape": ReshapeOp,
+    "pick": PickOp,
+    "plugin": PluginOp,
+}
+"""The key that tells which operation a mapping is."""
 
 
-class LayoutsSpec(Spec):
+def _verb(value: Any) -> str | None:
+    # The tags are no keys, so that places in a file are told from them.
+    if isinstance(value, dict):
+        return next((f"a {verb}" for verb in VERBS if verb in value), None)
+    return next((f"a {verb}" for verb, kind in VERBS.items() if isinstance(value, kind)), None)
+
+
+Operation = Annotated[
+    Annotated[Rename, Tag("a rename")]
+    | Annotated[SplitOp, Tag("a split")]
+    | Annotated[ConvOp, Tag("a conv")]
+    | Annotated[ReshapeOp, Tag("a reshape")]
+    | Annotated[PickOp, Tag("a pick")]
+    | Annotated[PluginOp, Tag("a plugin")],
+    Discriminator(
+        _verb,
+        custom_error_type="operation",
+        custom_error_message=f"a mapping with one of the keys {', '.join(VERBS)}",
+    ),
+]
+
+
+class CheckpointSpec(Spec):
     """What a checkpoint may look like. The module tree itself is always accepted."""
 
     prefixes: tuple[str, ...] = Field(
         (), description="Prefixes on disk of the text model, each replaced by the wrapper's."
     )
-    experts: tuple[ExpertLayout, ...] = Field((), description="Layouts of the routed experts.")
+    conversions: tuple[Operation, ...] = Field((), description="Operations, applied in order.")
+    experts: tuple[ExpertLayout, ...] | None = Field(
+        None,
+        description="Layouts of the routed experts; when absent `per_expert` and `stacked`, both as they "
+        "stand under `experts` in the MoE block (none beside a `backbone`).",
+    )
+    projections: tuple[DiskPath, ...] = Field(
+        ("gate_proj", "up_proj", "down_proj"),
+        description="What layouts call the experts' gate, up and down (up and down when not gated).",
+    )
     save_as: Literal["tree", "per_expert"] = Field(
         "tree",
         description="How experts are written: as in the module tree, or one by one as mlx-lm reads them.",
     )
-    ops: tuple[LayoutOp, ...] = Field((), description="Operations, applied in order.")
-    drop: tuple[str, ...] = Field((), description="Tensors that the text model does not have.")
-    drop_unused: tuple[str, ...] = Field(
-        (), description="Modules that are dropped from layers which do not have them."
+    ignore: tuple[str, ...] = Field((), description="Tensors that the text model does not have.")
+    ignore_unused: tuple[str, ...] = Field(
+        (), description="Modules that are ignored in layers which do not have them."
     )
-    may_lack: tuple[str, ...] = Field(
+    ignore_extra_layers: bool = Field(
+        False, description="Layers past the last one (next-token prediction) are ignored."
+    )
+    optional: tuple[str, ...] = Field(
         (), description="Parameters that some tools throw away; where a checkpoint has none of them, zero."
-    )
-    drop_extra_layers: bool = Field(
-        False, description="Layers past the last one (next-token prediction) are dropped."
     )

@@ -6,9 +6,9 @@ field that takes an Int, Num, Bool or Str also takes a reference to config.json 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from mlx_experts.registry.spec.attention import GqaSpec as GqaSpec
 from mlx_experts.registry.spec.attention import MixerSpec as MixerSpec
@@ -17,8 +17,15 @@ from mlx_experts.registry.spec.attention import PluginMixerSpec as PluginMixerSp
 from mlx_experts.registry.spec.attention import RopeSpec as RopeSpec
 from mlx_experts.registry.spec.attention import TemperatureSpec as TemperatureSpec
 from mlx_experts.registry.spec.backbone import BackboneSpec
-from mlx_experts.registry.spec.checkpoint import LayoutsSpec
-from mlx_experts.registry.spec.layer_rules import LayerRule, TypeRule
+from mlx_experts.registry.spec.checkpoint import (
+    STANDARD_LAYOUTS,
+    CheckpointSpec,
+    Flat,
+    PerExpert,
+    Split,
+    Stacked,
+)
+from mlx_experts.registry.spec.layer_rules import AllLayers, LayerRule, TypeRule
 from mlx_experts.registry.spec.values import (
     RESOLVED,
     Bool,
@@ -34,19 +41,23 @@ from mlx_experts.registry.spec.values import (
     Spec,
     Str,
     Width,
+    from_config,
 )
+
+
+def _offset_of_switch(value: Any) -> Any:
+    return ("run" if value else "none") if isinstance(value, bool) else value
+
 
 if TYPE_CHECKING:
     NormKind = Literal["rms", "layer", "layer_no_bias"]
     NormOffset = Literal["none", "load", "run"]
     Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-    Weigh = Literal["output", "input"]
     Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
 else:
     NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
-    NormOffset = Ref | Literal["none", "load", "run"]
+    NormOffset = Ref | Annotated[Literal["none", "load", "run"], BeforeValidator(_offset_of_switch)]
     Score = Ref | Literal["softmax", "sigmoid", "sqrtsoftplus"]
-    Weigh = Ref | Literal["output", "input"]
     Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
 
 
@@ -61,12 +72,12 @@ class ConfigTest(Spec):
 class NormSpec(Spec):
     """The normalisation used by the decoder."""
 
-    kind: NormKind = Field(description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
+    kind: NormKind = Field("rms", description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
     eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
     offset: NormOffset = Field(
         "none",
         description="Zero-centred weights: `load` adds one while loading original checkpoints, "
-        "`run` adds one at run time.",
+        "`run` adds one at run time; true means `run`, false `none`.",
     )
     uncentred: tuple[str, ...] = Field(
         (), description="Norm modules that an offset leaves alone (patterns with `*`)."
@@ -118,7 +129,9 @@ class HeadSpec(Spec):
     """The output head."""
 
     path: ModulePath = Field("lm_head", description="Module path beside the root.")
-    tied: Bool = Field(description="Whether the embedding serves as head.")
+    tied: Bool = Field(
+        from_config("tie_word_embeddings", False), description="Whether the embedding serves as head."
+    )
     embedding_if_absent: Bool = Field(
         False, description="A head of its own that is the embedding where a checkpoint has none."
     )
@@ -127,23 +140,20 @@ class HeadSpec(Spec):
     multiplier: Num = Field(1.0, description="Factor on the logits.")
     divisor: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)`; 0 for none.")
-    normalise_columns: Bool = Field(False, description="Each column is L2-normalised while loading.")
+    normalize_columns: Bool = Field(False, description="Each column is L2-normalised while loading.")
 
 
 class ActivationSpec(Spec):
-    """An MLP or expert activation with its constants."""
+    """An MLP or expert activation with its constants; its name may stand alone."""
+
+    alone = "name"
 
     name: Str = Field(
-        description="Name of the activation; in a GLU a function of one argument is the one on its gate."
+        from_config("hidden_act", "silu"),
+        description="Name of the activation; in a GLU a function of one argument is the one on its gate.",
     )
     alpha: Num = Field(1.0, description="Slope inside the sigmoid.")
     limit: Num = Field(0.0, description="Clamp bound; 0 for none.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_name_may_stand_alone(cls, data: Any) -> Any:
-        alone = isinstance(data, str | Ref) or (isinstance(data, dict) and "from" in data)
-        return {"name": data} if alone else data
 
 
 class DenseSpec(Spec):
@@ -152,7 +162,7 @@ class DenseSpec(Spec):
     path: ModulePath = Field("mlp", description="Module path in the layer.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
     width: Width | None = Field(None, description="Inner width; the size `dense_width` when absent.")
-    activation: ActivationSpec = Field(description="Activation.")
+    activation: ActivationSpec = Field(ActivationSpec(), description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     names: tuple[ModulePath, ModulePath, ModulePath] = Field(
         ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
@@ -160,7 +170,9 @@ class DenseSpec(Spec):
 
 
 class SelectionBiasSpec(Spec):
-    """A bias that is added to the scores for selection only."""
+    """A bias that is added to the scores for selection only; its path may stand alone."""
+
+    alone = "path"
 
     path: ModulePath = Field(description="Leaf, from the MoE module.")
     enabled: Bool = Field(True, description="Whether the bias exists.")
@@ -175,8 +187,10 @@ class GroupsSpec(Spec):
     enabled: Bool = Field(True, description="Whether selection is limited.")
 
 
-class NormaliseSpec(Spec):
-    """Division of the selected weights by their sum."""
+class RenormalizeSpec(Spec):
+    """Division of the selected weights by their sum; `enabled` may stand alone."""
+
+    alone = "enabled"
 
     enabled: Bool = Field(description="Whether the weights are divided.")
     eps: NotNegative = Field(0.0, description="Added to the sum.")
@@ -188,15 +202,17 @@ class NormaliseSpec(Spec):
 class RouterSpec(Spec):
     """How a token picks its experts: logits, score, selection, weights."""
 
-    path: ModulePath = Field(description="Leaf of the router's matrix, from the MoE module.")
-    form: Literal["linear", "bare"] = Field(
-        description="A Linear that conversion may quantise, or a bare matrix that it may not."
+    path: ModulePath = Field("gate", description="Leaf of the router's matrix, from the MoE module.")
+    quantizable: bool = Field(
+        True, description="A Linear that conversion may quantise, or a bare matrix that it may not."
     )
     bias: Bool = Field(False, description="Whether the product has a bias.")
     input_norm: ModulePath | None = Field(
         None, description="Leaf of a scale: the input is RMS-normalised and multiplied by it."
     )
-    dtype: Literal["model", "float32"] = Field(description="Type of the product with the router's matrix.")
+    dtype: Literal["model", "float32"] = Field(
+        "model", description="Type of the product with the router's matrix."
+    )
     multiplier: Num = Field(1.0, description="Factor on the logits.")
     temperature: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
@@ -207,20 +223,20 @@ class RouterSpec(Spec):
         "float32", description="Type the scores are computed in."
     )
     order: Literal["score_then_topk", "topk_then_score"] = Field(
-        description="Scores over all experts, or over the selected only."
+        "score_then_topk", description="Scores over all experts, or over the selected only."
     )
     selection_bias: SelectionBiasSpec | None = Field(None, description="Bias for selection only.")
     groups: GroupsSpec | None = Field(None, description="Group-limited selection.")
-    normalise: NormaliseSpec | None = Field(None, description="Division by the sum.")
-    scale: Num = Field(1.0, description="Factor on the weights, after normalising.")
+    renormalize: RenormalizeSpec | None = Field(None, description="Division by the sum.")
+    scale: Num = Field(1.0, description="Factor on the weights, after renormalizing.")
     expert_scale: ModulePath | None = Field(None, description="Leaf of a learned factor for each expert.")
 
     @model_validator(mode="after")
     def _a_linear_holds_no_bias_for_selection(self) -> RouterSpec:
         """Quantising replaces a Linear, and with it whatever stands inside."""
         bias = self.selection_bias
-        if self.form == "linear" and bias is not None and bias.path.startswith(f"{self.path}."):
-            raise ValueError("a selection bias inside the router's module needs `form: bare`")
+        if self.quantizable and bias is not None and bias.path.startswith(f"{self.path}."):
+            raise ValueError("a selection bias inside the router's module needs `quantizable: false`")
         return self
 
 
@@ -246,26 +262,30 @@ class LatentSpec(Spec):
 class ExpertsSpec(Spec):
     """The routed experts."""
 
-    path: ModulePath = Field(description="Container, from the MoE module.")
+    path: ModulePath = Field("switch_mlp", description="Container, from the MoE module.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
     width: Width | None = Field(None, description="Inner width; the size `expert_width` when absent.")
-    activation: ActivationSpec = Field(description="Activation.")
+    activation: ActivationSpec = Field(ActivationSpec(), description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     latent: LatentSpec | None = Field(None, description="A narrower space for the experts.")
     zero_experts: Count = Field(0, description="Router columns that return their input.")
-    weigh: Weigh = Field("output", description="What the weights multiply.")
+    apply_router_weight_on_input: Bool = Field(
+        False, description="The weights multiply what the experts read, not what they give."
+    )
     output_scale: Num = Field(1.0, description="Factor on the weighted sum.")
 
 
 class SharedSpec(Spec):
     """The expert that every token passes."""
 
-    combine: Combine = Field(description="How its output joins the routed one.")
-    path: SharedPath = Field(description="Module path, from the MoE module (`../name` for the layer).")
+    combine: Combine = Field("sum", description="How its output joins the routed one.")
+    path: SharedPath = Field(
+        "shared_experts", description="Module path, from the MoE module (`../name` for the layer)."
+    )
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated or not.")
-    width: Count = Field(description="Inner width.")
+    width: Count | None = Field(None, description="Inner width; the size `expert_width` when absent.")
     count: Count = Field(1, description="The width is multiplied by this.")
-    activation: ActivationSpec = Field(description="Activation.")
+    activation: ActivationSpec = Field(ActivationSpec(), description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     names: tuple[ModulePath, ModulePath, ModulePath] = Field(
         ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
@@ -280,20 +300,22 @@ class SharedSpec(Spec):
     @property
     def exists(self) -> bool:
         """Whether a resolved section describes an expert at all."""
-        return self.enabled and self.width * self.count > 0
+        return self.enabled and (self.width or 0) * self.count > 0
 
 
 class MoeSpec(Spec):
     """The Mixture-of-Experts block."""
 
-    path: ModulePathOrNone = Field(description="Module path in the layer.")
+    path: ModulePathOrNone = Field("mlp", description="Module path in the layer.")
     layers: tuple[LayerRule, ...] = Field(
-        min_length=1, description="Which layers: the first rule whose key is present."
+        (AllLayers(kind="all"),),
+        min_length=1,
+        description="Which layers: the first rule whose key is present.",
     )
     dense_below: int = Field(0, description="With fewer experts than this such a layer has a dense MLP.")
     router: RouterSpec = Field(description="The router.")
-    experts: ExpertsSpec = Field(description="The routed experts.")
-    shared: SharedSpec | None = Field(description="The shared expert; null for none.")
+    experts: ExpertsSpec = Field(ExpertsSpec(), description="The routed experts.")
+    shared: SharedSpec | None = Field(None, description="The shared expert; null for none.")
     output_norm: ModulePath | None = Field(None, description="Leaf of a norm on the block's output.")
 
 
@@ -316,9 +338,15 @@ class SizesSpec(Spec):
     dense_width: Count | None = Field(_key("intermediate_size", None), description="Width of dense MLPs.")
     norm_eps: Positive = Field(_key("rms_norm_eps"), description="Epsilon of the norms.")
     max_positions: Width | None = Field(_key("max_position_embeddings", None), description="Longest context.")
-    num_experts: Count = Field(description="Routed experts; a list holds one number for each layer.")
-    top_k: Count = Field(description="Experts a token picks; may be such a list.")
-    expert_width: Count = Field(description="Inner width of a routed expert; may be such a list.")
+    num_experts: Count = Field(
+        _key("num_experts"), description="Routed experts; a list holds one number for each layer."
+    )
+    top_k: Count = Field(
+        _key("num_experts_per_tok"), description="Experts a token picks; may be such a list."
+    )
+    expert_width: Count = Field(
+        _key("moe_intermediate_size"), description="Inner width of a routed expert; may be such a list."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -337,8 +365,9 @@ class Family(Spec):
 
     family: str = Field(description="Name of the family, equal to the file's name.")
     extends: str | None = Field(None, description="A family that this one differs from; one level only.")
-    reference: str = Field(description="The original implementation that the file was read from.")
-    model_types: tuple[str, ...] = Field(description="Values of `model_type` that name the family.")
+    model_types: tuple[str, ...] = Field(
+        (), description="Values of `model_type` that name the family; its own name where none is stated."
+    )
     architectures: tuple[str, ...] = Field(description="Values of `architectures` that name the family.")
     when: ConfigTest | None = Field(None, description="Further test, where a name is shared.")
     text_config: bool = Field(False, description="The text settings may be nested under `text_config`.")
@@ -347,10 +376,15 @@ class Family(Spec):
         min_length=1,
         description="Dotted keys of the nested text settings, of which the first present one counts.",
     )
-    config: SizesSpec = Field(description="Where config.json says the sizes.")
+    reference: str = Field(description="The original implementation that the file was read from.")
+    define: dict[str, Any] = Field(
+        {}, description="Values with names, each put where `$name` stands; nothing else reads them."
+    )
+    backbone: BackboneSpec | None = Field(None, description="Build mlx-lm's model, with these MoE blocks.")
+    config: SizesSpec = Field(SizesSpec(), description="Where config.json says the sizes.")
     names: NamesSpec = Field(NamesSpec(), description="Module paths of the frame.")
     embedding: EmbeddingSpec = Field(EmbeddingSpec(), description="Token embedding.")
-    norm: NormSpec = Field(description="Normalisation.")
+    norm: NormSpec = Field(NormSpec(), description="Normalisation.")
     block: BlockSpec = Field(BlockSpec(), description="The decoder layer.")
     attention: MixerSpec | None = Field(
         None, description="The mixer of every layer, or the base of variants."
@@ -369,10 +403,33 @@ class Family(Spec):
     )
     dense: DenseSpec | None = Field(None, description="The MLP of layers without experts.")
     moe: MoeSpec = Field(description="The Mixture-of-Experts block.")
-    head: HeadSpec = Field(description="Output head.")
-    layouts: LayoutsSpec = Field(description="What checkpoints may look like.")
-    backbone: BackboneSpec | None = Field(None, description="Build mlx-lm's model, with these MoE blocks.")
+    head: HeadSpec = Field(HeadSpec(), description="Output head.")
+    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="What checkpoints may look like.")
     example: dict[str, Any] = Field(
         {}, description="Config entries of the tiny model that checks build, where they cannot be guessed."
     )
     notes: tuple[str, ...] = Field((), description="Remarks for readers.")
+
+    @property
+    def expert_layouts(self) -> tuple[PerExpert | Stacked | Split | Flat, ...]:
+        """What checkpoints' experts look like: as declared or the standard layouts, each with its path."""
+        stated = self.checkpoint.experts
+        if stated is None:
+            stated = () if self.backbone is not None else STANDARD_LAYOUTS
+        usual = f"{self.moe.path}.experts" if self.moe.path else "experts"
+        found = []
+        for each in stated:
+            names = (
+                {}
+                if isinstance(each, Stacked)
+                else {"projections": each.projections or self.checkpoint.projections}
+            )
+            found.append(each.model_copy(update={"path": each.path or usual, **names}))
+        return tuple(found)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_family_is_its_own_model_type(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "model_types" not in data and isinstance(data.get("family"), str):
+            return {**data, "model_types": [data["family"]]}
+        return data

@@ -1,34 +1,157 @@
-"""The JSON Schema of a family file."""
+"""The JSON Schema of a family file as people write it: shorthand, named values and `extends` included."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
-from mlx_experts.registry.spec.family import Family
+from pydantic.json_schema import GenerateJsonSchema
 
-SCHEMA_FILE = "family.schema.json"
+from mlx_experts.registry.spec import attention, family
+from mlx_experts.registry.spec.family import Family
+from mlx_experts.registry.spec.values import Ref, Spec, short_reference
+
+_KEY = r"[A-Za-z_]\w*(\.\w+)*"
+_KEYS = rf"{_KEY}( or {_KEY})*( else \S+)?"
+_SHORT = {"type": "string", "pattern": rf"^(config|outer)\.{_KEYS}$", "description": "config.key else value"}
+_NAMED = {"type": "string", "pattern": r"^\$[A-Za-z_]\w*$", "description": "A value that `define` names."}
+_SIZE = {
+    "anyOf": [
+        {"type": "string", "pattern": rf"^{_KEYS}$", "description": "A config key, and what stands for it."},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "description": "Config keys."},
+    ]
+}
+_VERBATIM = frozenset(
+    (
+        "family",
+        "extends",
+        "model_types",
+        "architectures",
+        "when",
+        "text_keys",
+        "reference",
+        "example",
+        "notes",
+    )
+)
+_ALONE: dict[str, str] = {
+    model.__name__: model.alone
+    for module in (attention, family)
+    for model in vars(module).values()
+    if isinstance(model, type) and issubclass(model, Spec) and model.alone is not None
+}
+
+
+class _Defaults(GenerateJsonSchema):
+    """Shows a reference that is a default as a family file would write it."""
+
+    def encode_default(self, dft: Any) -> Any:
+        if isinstance(dft, Ref):
+            return short_reference(dft)
+        return None if isinstance(dft, Spec) else super().encode_default(dft)
 
 
 def family_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) with a description for every key."""
-    schema = Family.model_json_schema(by_alias=True)
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "A Mixture-of-Experts family"
-    _let_names_stand_alone(schema)
-    return schema
+    """JSON Schema (draft 2020-12) with a description for every key.
 
-
-def _let_names_stand_alone(schema: dict[str, Any]) -> None:
-    """Say what the before-validators accept: bare names for references and activations."""
-    definitions = schema["$defs"]
-    name = {"type": "string"}
-    names = {"type": "array", "items": name, "minItems": 1}
-    definitions["Ref"]["properties"]["from"] = {
-        **definitions["Ref"]["properties"]["from"],
-        "anyOf": [name, names],
+    A family that extends another may leave out what that one states; every other one may not.
+    """
+    made = Family.model_json_schema(by_alias=True, schema_generator=_Defaults)
+    sections = {**made.pop("$defs"), "Family": made}
+    reference = sections.pop("Ref")
+    reference["properties"]["from"] = {
+        "description": reference["properties"]["from"]["description"],
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
     }
-    for key in ("type", "items", "minItems"):
-        definitions["Ref"]["properties"]["from"].pop(key, None)
-    for size in definitions["SizesSpec"]["properties"].values():
-        size.setdefault("anyOf", []).extend([name, names])
-    definitions["ActivationSpec"] = {"anyOf": [name, definitions["ActivationSpec"]]}
+    for key in ("default", "if_null", "map", "only", "present"):
+        value = reference["properties"][key]
+        described = {"description": value.pop("description")}
+        reference["properties"][key] = {**described, "anyOf": [value, {"$ref": "#/$defs/Named"}]}
+    definitions: dict[str, Any] = {"Named": _NAMED, "Ref": {"anyOf": [_SHORT, reference]}}
+    for name, section in sorted(sections.items()):
+        for change in (False, True):
+            definitions[name + ("Change" if change else "")] = _section(name, section, change, sections)
+    for section, key in (("MoeSpec", "layers"), ("Family", "layer_types")):
+        for name in (section, f"{section}Change"):
+            _let_a_key_stand_alone(definitions[name]["properties"][key])
+    variant = {"anyOf": [{"$ref": f"#/$defs/{m}Change"} for m in ("GqaSpec", "PluginMixerSpec")]}
+    for name in ("Family", "FamilyChange"):
+        variants = definitions[name]["properties"]["variants"]
+        variants["additionalProperties"] = {
+            "anyOf": [variant, {"type": "null"}, {"$ref": "#/$defs/Named"}],
+        }
+    needed = {"Family", "FamilyChange"}
+    found: set[str] = set()
+    while needed - found:
+        name = (needed - found).pop()
+        found.add(name)
+        needed |= set(re.findall(r"#/\$defs/(\w+)", json.dumps(definitions[name])))
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A Mixture-of-Experts family",
+        "type": "object",
+        "if": {"required": ["extends"]},
+        "then": {"$ref": "#/$defs/FamilyChange"},
+        "else": {"$ref": "#/$defs/Family"},
+        "$defs": {name: each for name, each in definitions.items() if name in found},
+    }
+
+
+def _let_a_key_stand_alone(node: Any) -> None:
+    """A rule that is a name is the config key of a list."""
+    if node.get("type") == "array":
+        node["items"] = {"anyOf": [{"type": "string", "description": "Config key of a list."}, node["items"]]}
+    for each in node.get("anyOf", ()):
+        _let_a_key_stand_alone(each)
+
+
+def _section(name: str, section: dict[str, Any], change: bool, sections: dict[str, Any]) -> dict[str, Any]:
+    """One section, or what a file may change of it: then nothing is needed."""
+    properties = {}
+    for key, value in section["properties"].items():
+        inner = _loosened(value, change, sections)
+        described = {k: inner.pop(k) for k in ("description", "default") if k in inner}
+        if "$ref" in value:
+            # Pydantic leaves out a description that is also the section's.
+            described.setdefault("description", sections[value["$ref"].rpartition("/")[2]]["description"])
+            described.pop("default", None)
+        options = [inner]
+        if name == "SizesSpec":
+            options.append(_SIZE)
+        if not (name == "Family" and (key in _VERBATIM or key == "variants")):
+            options.append({"$ref": "#/$defs/Named"})
+        properties[key] = {**described, **(inner if len(options) == 1 else {"anyOf": options})}
+    made = {**section, "properties": properties}
+    made.pop("title", None)
+    if change:
+        made.pop("required", None)
+        if "extends" in properties:
+            made["required"] = ["family", "extends", "architectures", "reference"]
+    return made
+
+
+def _loosened(node: Any, change: bool, sections: dict[str, Any]) -> Any:
+    """A part of a schema in which sections may stand in short, and be changed in part where ``change``."""
+    if isinstance(node, list):
+        return [_loosened(each, change, sections) for each in node]
+    if not isinstance(node, dict):
+        return node
+    made: dict[str, Any] = {}
+    for key, value in node.items():
+        if key in ("title", "discriminator"):
+            continue
+        if key == "$ref" and (name := value.rpartition("/")[2]) in sections:
+            whole = {"$ref": value + ("Change" if change else "")}
+            if name not in _ALONE:
+                made |= whole
+            else:
+                alone = _loosened(sections[name]["properties"][_ALONE[name]], change, sections)
+                made["anyOf"] = [
+                    whole,
+                    {k: v for k, v in alone.items() if k not in ("default", "description")},
+                ]
+        else:
+            # A list is replaced whole, so that its items say all that they need.
+            made["anyOf" if key == "oneOf" else key] = _loosened(value, change and key != "items", sections)
+    return made

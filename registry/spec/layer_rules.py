@@ -6,11 +6,15 @@ into one value per layer.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mlx_experts.registry.spec.values import AnyValue, Bool, Int, Spec
+
+
+def _a_key_alone_is_a_list(value: Any) -> Any:
+    return {"kind": "list", "key": value} if isinstance(value, str) else value
 
 
 class AllLayers(Spec):
@@ -21,12 +25,13 @@ class AllLayers(Spec):
 
 
 class ListRule(Spec):
-    """A config list with one entry a layer."""
+    """A config list with one entry a layer; its key may stand alone."""
 
     kind: Literal["list"] = Field(description="A list with one entry for each layer.")
     key: str = Field(description="Config key of the list.")
     value: AnyValue = Field(
-        True, description="Entries equal to this have experts; `true` matches truthy ones."
+        True,
+        description="Entries equal to this have experts; `true` matches `sparse`, and numbers other than 0.",
     )
 
 
@@ -83,11 +88,12 @@ class LetterRule(Spec):
 LayerRule = Annotated[
     AllLayers | ListRule | FirstDense | SparseStep | Periodic | RangeRule | IndexRule | LetterRule,
     Field(discriminator="kind"),
+    BeforeValidator(_a_key_alone_is_a_list),
 ]
 
 
 class TypeList(Spec):
-    """A config list of layer types."""
+    """A config list of layer types; its key may stand alone."""
 
     kind: Literal["list"] = Field(description="A list with one entry for each layer.")
     key: str = Field(description="Config key of the list.")
@@ -151,4 +157,5 @@ class TypePattern(Spec):
 TypeRule = Annotated[
     TypeList | TypeLetters | TypePeriodic | TypeIndices | TypeRange | TypePattern,
     Field(discriminator="kind"),
+    BeforeValidator(_a_key_alone_is_a_list),
 ]

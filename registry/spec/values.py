@@ -7,7 +7,7 @@ To a type checker the aliases below are the plain types, because everything down
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from pydantic import (
     BaseModel,
@@ -36,7 +36,8 @@ PATH_WORDS: Final = {
     MODULE_PATH: "a module path: names joined by dots, such as mlp.gate",
     rf"^({_MODULE})?$": "a module path: names joined by dots, such as mlp.gate, or nothing",
     rf"^(\.\./)?{_MODULE}$": "a module path: names joined by dots, such as mlp.gate, perhaps after ../",
-    rf"^{_ON_DISK}(\.{_ON_DISK})*(\.?\*)?$": "a name on disk: parts joined by dots, such as h.{layer}.mlp",
+    rf"^({_ON_DISK}(\.{_ON_DISK})*)?$": "a name on disk: parts joined by dots, such as mlp.experts",
+    rf"^\.?{_ON_DISK}(\.{_ON_DISK})*(\.?\*)?$": "a name on disk: parts joined by dots, such as .mlp.gate",
 }
 """Patterns of the paths in a family file, each with what it means to a reader."""
 
@@ -45,10 +46,15 @@ class Spec(BaseModel):
     """Base of every section of a family file: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
+    alone: ClassVar[str | None] = None
+    """The key whose value may stand for the whole section."""
 
     @model_validator(mode="before")
     @classmethod
     def _unknown_keys_are_named(cls, data: Any) -> Any:
+        scalar = not isinstance(data, dict | list | BaseModel | None)
+        if cls.alone is not None and (scalar or isinstance(data, Ref) or is_reference(data)):
+            return {cls.alone: data}
         if isinstance(data, dict):
             known = [field.alias or name for name, field in cls.model_fields.items()]
             for key in data:
@@ -60,6 +66,11 @@ class Spec(BaseModel):
                         {"key": str(key), "near": near[0] if near else "", "known": ", ".join(sorted(known))},
                     )
         return data
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value of a family file is a reference to config.json."""
+    return isinstance(value, dict) and "from" in value
 
 
 def _references_are_sound(value: Any, info: ValidationInfo) -> Any:
@@ -99,6 +110,9 @@ class Ref(Spec):
         min_length=1,
         description="Config values to words or further references; a value not listed is refused.",
     )
+    only: tuple[str | bool | int, ...] | None = Field(
+        None, min_length=1, description="The values that the family knows; another one is refused."
+    )
     present: Checked = Field(
         None, description="What any value that is present stands for (a value or a reference), where stated."
     )
@@ -124,6 +138,21 @@ class Ref(Spec):
         return " or ".join(self.keys)
 
 
+def short_reference(ref: Ref) -> str:
+    """A reference as a family file writes it in one line, where it fits in one."""
+    keys = ("outer." if ref.outer else "config.") + " or ".join(ref.keys)
+    if ref.required:
+        return keys
+    words = {None: "null", True: "true", False: "false"}
+    bare = ref.default is None or isinstance(ref.default, bool)
+    return f"{keys} else {words[ref.default] if bare else ref.default}"
+
+
+def from_config(key: str, default: Any) -> Any:
+    """A reference as the default of a field: what a section means where a family file leaves the key out."""
+    return Ref.model_validate({"from": key, "default": default})
+
+
 if TYPE_CHECKING:
     Int = int
     Count = int
@@ -138,6 +167,7 @@ if TYPE_CHECKING:
     ModulePath = str
     ModulePathOrNone = str
     SharedPath = str
+    LayerPath = str
     DiskPath = str
     Options = dict[str, Any]
 else:
@@ -151,7 +181,7 @@ else:
     Bool = Ref | StrictBool
     Str = Ref | StrictStr
     AnyValue = Checked
-    Leaf, ModulePath, ModulePathOrNone, SharedPath, DiskPath = (
+    Leaf, ModulePath, ModulePathOrNone, SharedPath, LayerPath, DiskPath = (
         Annotated[str, Field(pattern=pattern)] for pattern in PATH_WORDS
     )
     Options = Annotated[dict[str, Checked], BeforeValidator(_references_are_sound)]

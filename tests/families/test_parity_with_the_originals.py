@@ -33,7 +33,9 @@ def test_case_matches_the_original(view: View) -> None:
     family = Catalog().for_config(view.config())
     kept = family.backbone is not None and family.backbone.kept is not None
     layers = [] if kept else resolve(family, view.config()).layers
-    fused = [p for p in layers if p.moe and (p.moe.experts.weigh == "output" or p.sizes.top_k == 1)]
+    fused = [
+        p for p in layers if p.moe and (not p.moe.experts.apply_router_weight_on_input or p.sizes.top_k == 1)
+    ]
     assert (trace.total("fused") > 0) == bool(fused)
     assert trace.total("gather", rows="1") == 0
 

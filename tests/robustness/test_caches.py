@@ -119,5 +119,5 @@ def test_requests_decoded_together_give_each_its_own_tokens(name: str, lab: Any)
     trace.reset()
     assert both.texts == alone
     # Where weights multiply the inputs, every pick is a row of its own.
-    if all(moe._spec.experts.weigh == "output" for moe in lab.blocks(model)):
+    if not any(moe._spec.experts.apply_router_weight_on_input for moe in lab.blocks(model)):
         assert together == {("gather", "rows")}

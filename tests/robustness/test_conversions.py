@@ -28,7 +28,7 @@ def kernels(model: Any) -> list[str]:
 
 def head(model: Any) -> dict[str, mx.array]:
     """A tensor of a prediction head, under the name that the family drops."""
-    rule = next(r for r in catalog().load(model.args.plan.family.family).layouts.drop if "mtp" in r)
+    rule = next(r for r in catalog().load(model.args.plan.family.family).checkpoint.ignore if "mtp" in r)
     return {rule.replace("*", "x" if rule.startswith("*") else "norm.weight"): mx.ones((64,))}
 
 

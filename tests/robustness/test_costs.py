@@ -80,7 +80,7 @@ def test_experts_are_cut_out_one_file_at_a_time_while_they_are_written(
     config = lab.resized("dbrx", num_experts=64)
     config["ffn_config"]["ffn_hidden_size"], config["d_model"] = 256, 128
     family = catalog().load("dbrx")
-    assert family.layouts.save_as == "per_expert"
+    assert family.checkpoint.save_as == "per_expert"
     model = build_tiny(family, config)
     monkeypatch.setattr(utils, "make_shards", lambda weights, *_: [{n: v} for n, v in weights.items()])
     before = mx.get_active_memory()

@@ -17,8 +17,10 @@ from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.checkpoint import PerExpert
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
-PAST_THE_END = [name for name in FAMILIES if catalog().load(name).layouts.drop_extra_layers]
-HEADS = [(name, rule) for name in FAMILIES for rule in catalog().load(name).layouts.drop if "mtp" in rule]
+PAST_THE_END = [name for name in FAMILIES if catalog().load(name).checkpoint.ignore_extra_layers]
+HEADS = [
+    (name, rule) for name in FAMILIES for rule in catalog().load(name).checkpoint.ignore if "mtp" in rule
+]
 # The text tree as transformers 5, transformers 4 with MLX's tools, and text-only exports spell it.
 SPELLINGS = {
     "outer": ("model.language_model.", "lm_head."),
@@ -74,7 +76,7 @@ def one_by_one(lab: Any, model: Any) -> dict[str, mx.array]:
     own = {n: v for n, v in params.items() if n.startswith(last) and not n.startswith(stack.container)}
     whole = params[f"{stack.module(-1)}.weight"]
     for e in range(stack.experts):
-        own[f"{last}{layout.path}.{e}.{layout.leaves[-1]}.weight"] = whole[e]
+        own[f"{last}{layout.path}.{e}.{layout.projections[-1]}.weight"] = whole[e]
     return own
 
 

@@ -85,7 +85,7 @@ def test_every_family_runs_fused_once_a_layer_and_token_unless_a_bound_forbids_i
     nn.quantize(model, 32, 4, class_predicate=lambda _, module: isinstance(module, SwitchLinear))
     model.eval()
     layers, calls = len(lab.blocks(model)), []
-    several = any(m._spec.experts.weigh == "input" and m.top_k > 1 for m in lab.blocks(model))
+    several = any(m._spec.experts.apply_router_weight_on_input and m.top_k > 1 for m in lab.blocks(model))
     for bound in (None, "1"):
         if bound is not None:
             monkeypatch.setenv(WIDTH_BOUND, bound)

@@ -25,12 +25,12 @@ FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone 
 
 
 def layouts_of(name: str, kind: type) -> list[tuple[str, int]]:
-    experts = catalog().load(name).layouts.experts
+    experts = catalog().load(name).expert_layouts
     return [(name, i) for i, layout in enumerate(experts) if isinstance(layout, kind)]
 
 
 PER_EXPERT = [pair for name in FAMILIES for pair in layouts_of(name, PerExpert)]
-W123 = [(n, i) for n, i in PER_EXPERT if {"w1", "w2"} <= set(catalog().load(n).layouts.experts[i].leaves)]
+W123 = [(n, i) for n, i in PER_EXPERT if {"w1", "w2"} <= set(catalog().load(n).expert_layouts[i].projections)]
 
 
 def shuffled(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -102,13 +102,15 @@ def test_a_missing_expert_is_named_and_nothing_is_consumed(name: str, index: int
     layout = model.converter.spec.experts[index]
     stack = model.converter.stack(model.plan.moe_layers[0])
     disk = model.converter.export(lab.parameters(model), index)
-    gone = next(n for n in disk if n.endswith(f"{layout.path.split('.')[-1]}.2.{layout.leaves[-1]}.weight"))
+    gone = next(
+        n for n in disk if n.endswith(f"{layout.path.split('.')[-1]}.2.{layout.projections[-1]}.weight")
+    )
     lacking = {n: v for n, v in disk.items() if n != gone}
     before = dict(lacking)
     with pytest.raises(TensorError) as caught:
         model.convert(lacking)
     assert f"missing for 1 of {stack.experts} experts: 2" in caught.value.found
-    assert layout.leaves[-1] in caught.value.found
+    assert layout.projections[-1] in caught.value.found
     assert lacking == before
 
 

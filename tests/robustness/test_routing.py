@@ -20,7 +20,7 @@ from mlx_experts.registry.spec.family import RouterSpec
 from mlx_experts.registry.spec.values import Ref
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
-BASE = {"path": "gate", "form": "linear", "dtype": "model", "score": "softmax", "order": "score_then_topk"}
+BASE = {"path": "gate", "dtype": "model", "score": "softmax", "order": "score_then_topk"}
 
 
 def softmax(t: np.ndarray) -> np.ndarray:
@@ -51,7 +51,7 @@ def reference(spec: RouterSpec, logits: np.ndarray, bias: np.ndarray | None, k: 
     picked = np.argsort(-choice, -1, kind="stable")[:, :k]
     weights = np.take_along_axis(scores, picked, -1)
     weights = weights if before else score(weights)
-    rule = spec.normalise
+    rule = spec.renormalize
     if rule is not None and rule.enabled and not (rule.skip_single and k == 1):
         total = (np.abs(weights) ** rule.p).sum(-1, keepdims=True) ** (1 / rule.p)
         weights = weights / (np.maximum(total, rule.clamp) + rule.eps)

@@ -23,12 +23,12 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 
 
 def layouts_of(kind: type) -> list[tuple[str, int]]:
-    found = [(name, i, e) for name in FAMILIES for i, e in enumerate(catalog().load(name).layouts.experts)]
+    found = [(name, i, e) for name in FAMILIES for i, e in enumerate(catalog().load(name).expert_layouts)]
     return [(name, i) for name, i, layout in found if isinstance(layout, kind)]
 
 
 PER_EXPERT = layouts_of(PerExpert)
-TURNED = [(n, i) for n, i in layouts_of(Stacked) if catalog().load(n).layouts.experts[i].transposed]
+TURNED = [(n, i) for n, i in layouts_of(Stacked) if catalog().load(n).expert_layouts[i].transposed]
 
 
 def fp8(weight: mx.array, number: int) -> tuple[dict[str, mx.array], mx.array]:
@@ -140,7 +140,7 @@ def test_two_declared_orientations_that_fit_alike_are_an_error(lab: Any, tmp_pat
     (tmp_path / "two_ways.yaml").write_text(
         "family: two_ways\nextends: nemotron_h\nmodel_types: [two_ways]\narchitectures: []\n"
         "reference: a test\n"
-        "layouts:\n  experts:\n"
+        "checkpoint:\n  experts:\n"
         "    - {kind: stacked, path: mixer.experts, fused: up_proj}\n"
         "    - {kind: stacked, path: mixer.experts, fused: up_proj, transposed: true}\n"
     )

@@ -40,7 +40,7 @@ def pages(catalog: Catalog, root: Path) -> dict[str, str]:
         "docs/hooks.md": _NOTE + hooks_page(),
         "docs/environment.md": _NOTE + environment_page(),
         "docs/robustness.md": _NOTE + robustness_page(root),
-        "docs/family.schema.json": json.dumps(family_schema(), indent=1) + "\n",
+        "families/family.schema.json": json.dumps(family_schema(), indent=1) + "\n",
     }
 
 
@@ -68,7 +68,7 @@ def families_page(catalog: Catalog, root: Path) -> str:
                 _mixer_words(family),
                 _router_words(family),
                 _shared_words(family),
-                ", ".join(dict.fromkeys(_layout_words(layout) for layout in family.layouts.experts))
+                ", ".join(dict.fromkeys(_layout_words(layout) for layout in family.expert_layouts))
                 or ("tree" if family.backbone is None else "mlx-lm's"),
                 fused + (f" ({why})" if why else ""),
                 evidence.state(family, check, originals),

@@ -19,7 +19,6 @@ from mlx_experts.registry.spec.family import RouterSpec
 
 BASE: dict[str, Any] = {
     "path": "gate",
-    "form": "linear",
     "dtype": "model",
     "score": "softmax",
     "order": "score_then_topk",
@@ -37,12 +36,12 @@ def test_softmax_over_the_picked_is_said_as_softmax_divided_by_the_sum() -> None
 
 def test_normalising_is_left_out_for_a_single_expert_where_the_family_says_so() -> None:
     rule = {"enabled": True, "eps": 1e-20, "skip_single": True}
-    assert steps(top_k=1, normalise=rule).normalise == "none"
-    assert steps(top_k=2, normalise=rule).normalise == "sum"
+    assert steps(top_k=1, renormalize=rule).normalise == "none"
+    assert steps(top_k=2, renormalize=rule).normalise == "sum"
 
 
 def test_a_clamped_sum_is_said_as_a_clamp() -> None:
-    made = steps(normalise={"enabled": True, "clamp": 1e-12})
+    made = steps(renormalize={"enabled": True, "clamp": 1e-12})
     assert (made.normalise, made.eps) == ("clamp", 1e-12)
 
 
@@ -63,8 +62,8 @@ def test_groups_that_keep_everything_are_no_groups() -> None:
         ("select", {"select": "sparsemixer"}),
         ("score_dtype", {"score_dtype": "logits"}),
         ("expert_scale", {"expert_scale": "per_expert_scale"}),
-        ("normalise", {"normalise": {"enabled": True, "p": 2.0}}),
-        ("order", {"order": "topk_then_score", "normalise": {"enabled": True}}),
+        ("normalise", {"renormalize": {"enabled": True, "p": 2.0}}),
+        ("order", {"order": "topk_then_score", "renormalize": {"enabled": True}}),
         ("order", {"order": "topk_then_score", "score": "sigmoid", "selection_bias": {"path": "bias"}}),
         (
             "order",

@@ -26,7 +26,9 @@ def added_at_once(layer: LayerPlan) -> bool:
         return False
     experts = moe.experts
     latent = experts.latent is not None and experts.latent.exists
-    plain = experts.weigh != "input" and experts.output_scale == 1.0 and not experts.zero_experts
+    plain = (
+        not experts.apply_router_weight_on_input and experts.output_scale == 1.0 and not experts.zero_experts
+    )
     return moe.shared.combine in ("sum", "sigmoid_gate") and plain and not latent
 
 

@@ -32,7 +32,7 @@ def test_function_of_one_argument_is_the_one_on_the_gate_of_a_glu(word: str, glu
 
 def operation(**stated: object) -> PickOperation:
     source, target = "layers.{layer}.gate.weight", "layers.{layer}.router.weight"
-    declared = PickOp.model_validate({"op": "pick", "from": source, "to": target, **stated})
+    declared = PickOp.model_validate({"pick": source, "to": target, **stated})
     made = make_operation(declared, lambda value: value, lambda name: None)
     assert isinstance(made, PickOperation)
     return made

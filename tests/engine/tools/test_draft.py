@@ -75,4 +75,4 @@ def test_a_base_that_extends_none_is_preferred_where_two_explain_as_much(tmp_pat
     (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
     draft = draft_family(Checkpoint.open(tmp_path / "hub"), catalog())
     assert draft.base == "qwen3_moe"
-    assert not {"variants", "layer_types", "layouts"} & set(draft.data)
+    assert not {"variants", "layer_types", "checkpoint"} & set(draft.data)

@@ -63,8 +63,10 @@ def test_a_module_that_only_inherits_its_experts_is_found(tmp_path: Path) -> Non
 
 
 def test_a_broken_layout_pattern_names_the_tensors(tmp_path: Path) -> None:
-    layouts = {"experts": [{"kind": "per_expert", "path": "block.experts", "leaves": ["w1", "w3", "w2"]}]}
-    name = mutant(tmp_path, {"layouts": layouts})
+    layouts = {
+        "experts": [{"kind": "per_expert", "path": "block.experts", "projections": ["w1", "w3", "w2"]}]
+    }
+    name = mutant(tmp_path, {"checkpoint": layouts})
     with pytest.raises(TensorError, match=r"block_sparse_moe\.experts\.\{n\}\.w1\.weight"):
         load_model(CASE / "hub", families=(tmp_path,), family=name)
 
@@ -77,8 +79,8 @@ def test_a_renamed_leaf_names_the_parameter(tmp_path: Path) -> None:
 
 def test_swapped_gate_and_up_load_and_differ_from_the_original(tmp_path: Path) -> None:
     path = "block_sparse_moe.experts"
-    layouts = {"experts": [{"kind": "per_expert", "path": path, "leaves": ["w3", "w1", "w2"]}]}
-    name = mutant(tmp_path, {"layouts": layouts})
+    layouts = {"experts": [{"kind": "per_expert", "path": path, "projections": ["w3", "w1", "w2"]}]}
+    name = mutant(tmp_path, {"checkpoint": layouts})
     model, _ = load_model(CASE / "hub", families=(tmp_path,), family=name)
     measured = measure(model, CASE / "oracle.npz")
     assert not measured.ok
@@ -99,8 +101,8 @@ def test_swapped_gate_and_up_load_and_differ_from_the_original(tmp_path: Path) -
             "'swiglu'",
         ),
         (
-            {"layouts": {"ops": [{"op": "plugin", "name": "absorb", "from": "a"}]}},
-            "layouts.ops.0.name",
+            {"checkpoint": {"conversions": [{"plugin": "absorb", "from": "a"}]}},
+            "checkpoint.conversions.0.plugin",
             "'absorb_kv'",
         ),
     ],
@@ -215,7 +217,7 @@ def test_a_family_whose_layer_types_have_no_variants_is_checked_or_refused(tmp_p
         base = yaml.safe_load((bundled / f"{data['extends']}.yaml").read_text())
         data = {
             **merge(base, data),
-            "model_types": data["model_types"],
+            "model_types": data.get("model_types", [name]),
             "architectures": data["architectures"],
         }
         del data["extends"]
@@ -261,7 +263,7 @@ def test_a_wider_tolerance_would_not_see_a_small_error() -> None:
             {"moe": {"router": {"skore": "softmax"}}},
             r"unknown key 'skore'.*\n.*mutant.yaml:\d+[\s\S]*'score'",
         ),
-        ({"moe": {"router": {"form": 3}}}, r"moe.router.form"),
+        ({"moe": {"router": {"quantizable": 3}}}, r"moe.router.quantizable"),
         ({"moe": {"layers": [{"kind": "evry"}]}}, r"moe.layers"),
         ({"extends": "mixtrall"}, r"did you mean mixtral"),
         ({"norm": None}, r"'norm'"),

@@ -115,9 +115,9 @@ def test_selection_bias_cannot_stand_inside_a_linear_that_conversion_replaces() 
         "order": "score_then_topk",
         "selection_bias": {"path": "gate.bias_for_selection"},
     }
-    RouterSpec.model_validate({**router, "form": "bare"})
-    with pytest.raises(ValidationError, match="form: bare"):
-        RouterSpec.model_validate({**router, "form": "linear"})
+    RouterSpec.model_validate({**router, "quantizable": False})
+    with pytest.raises(ValidationError, match="quantizable: false"):
+        RouterSpec.model_validate({**router, "quantizable": True})
 
 
 def test_last_layer_may_have_a_type_of_its_own() -> None:

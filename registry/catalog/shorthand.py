@@ -1,0 +1,141 @@
+"""What a family file may write in short: named values, and references to config.json in one line.
+
+`$name` stands for what the section `define` gives that name. `config.key` is `{from: key}`,
+`config.key else value` is `{from: key, default: value}`, and `config.key or older_key else value` is
+`{from: [key, older_key], default: value}`; in the section `config` every name is a key, so that the word
+`config.` is left out there. With `outer.` in the place of `config.` the whole config wins over nested text
+settings.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlx_experts.registry.catalog.yaml_reader import KeyPath, Lines
+from mlx_experts.registry.errors import SpecError
+from mlx_experts.registry.spec.values import is_reference
+
+ALONE = {
+    "activation": "name",
+    "qk_norm": "over",
+    "renormalize": "enabled",
+    "rope": "style",
+    "selection_bias": "path",
+}
+"""Sections of which one key may stand for the whole."""
+VERBATIM = frozenset(
+    (
+        "family",
+        "extends",
+        "model_types",
+        "architectures",
+        "when",
+        "text_keys",
+        "reference",
+        "example",
+        "notes",
+    )
+)
+"""Sections in which text is text."""
+_KEYS = r"([A-Za-z_]\w*(?:\.\w+)*(?: or [A-Za-z_]\w*(?:\.\w+)*)*)"
+REFERENCE = re.compile(rf"(config|outer)\.{_KEYS}(?: else (\S+))?")
+SIZE = re.compile(rf"{_KEYS}(?: else (\S+))?")
+NAME = re.compile(r"\$([A-Za-z_]\w*)")
+
+
+def spelled_out(data: dict[str, Any], names: dict[str, Any], lines: Lines, path: Path) -> dict[str, Any]:
+    """A family mapping with every shorthand replaced by what it stands for.
+
+    Args:
+        names: what `$name` may stand for.
+        lines: where each key stands; those of a named value are added where it is used.
+        path: the family file, for messages.
+
+    Raises:
+        SpecError: nothing has the name, a named value needs itself, or a text is half a reference.
+    """
+    writer = _Writer(names, lines, path)
+    return {
+        key: value if key in VERBATIM or key == "define" else writer.full(value, (key,), ())
+        for key, value in data.items()
+    }
+
+
+def _sections(mapping: dict[str, Any]) -> dict[str, Any]:
+    """The mapping with every section whole, so that `extends` can change a part of it."""
+    return {
+        key: {ALONE[key]: value}
+        if key in ALONE and value is not None and (is_reference(value) or not isinstance(value, dict | list))
+        else value
+        for key, value in mapping.items()
+    }
+
+
+class _Writer:
+    def __init__(self, names: dict[str, Any], lines: Lines, path: Path) -> None:
+        self.names, self.lines, self.path = names, lines, path
+
+    def full(self, value: Any, at: KeyPath, within: tuple[str, ...]) -> Any:
+        if isinstance(value, dict):
+            full = {k: self.full(v, (*at, str(k)), within) for k, v in value.items()}
+            free = is_reference(value) or not {"options", "map"}.isdisjoint(at)
+            return full if free else _sections(full)
+        if isinstance(value, list):
+            return [self.full(v, (*at, i), within) for i, v in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        if value.startswith("$"):
+            return self._named(value, at, within)
+        if value.startswith(("config.", "outer.")):
+            return self._reference(value, at)
+        if at[0] == "config" and " " in value:
+            return self._reference(f"config.{value}", at)
+        return value
+
+    def _named(self, value: str, at: KeyPath, within: tuple[str, ...]) -> Any:
+        match = NAME.fullmatch(value)
+        name = match[1] if match else value[1:]
+        if name not in self.names:
+            near = difflib.get_close_matches(name, self.names, n=1, cutoff=0.5)
+            raise SpecError(
+                f"`define` has no '{name}'",
+                where=self._where(at),
+                expected=", ".join(f"${known}" for known in self.names)
+                or "a section `define` with the value",
+                found=value,
+                hint=f"did you mean '${near[0]}'?" if near else f"add `{name}:` to `define`",
+            )
+        if name in within:
+            raise SpecError("a named value needs itself", where=self._where(at), found=value)
+        start = ("define", name)
+        for inner, place in list(self.lines.items()):
+            if inner[: len(start)] == start and len(inner) > len(start):
+                self.lines.setdefault((*at, *inner[len(start) :]), place)
+        return self.full(copy.deepcopy(self.names[name]), at, (*within, name))
+
+    def _reference(self, value: str, at: KeyPath) -> Any:
+        match = REFERENCE.fullmatch(value)
+        if match is None:
+            raise SpecError(
+                f"'{'.'.join(map(str, at))}' is no reference to config.json",
+                where=self._where(at),
+                expected="config.key, config.key else value, or config.key or other_key else value",
+                found=value,
+                hint="write what does not fit in one line as {from: key, default: value}",
+            )
+        stated: dict[str, Any] = {"from": match[2].split(" or ")}
+        if match[1] == "outer":
+            stated["outer"] = True
+        return stated if match[3] is None else {**stated, "default": yaml.safe_load(match[3])}
+
+    def _where(self, at: KeyPath) -> str:
+        while at and at not in self.lines:
+            at = at[:-1]
+        file, line = self.lines.get(at, (str(self.path), 1))
+        return f"{file}:{line}"

@@ -1,0 +1,117 @@
+"""`registry fmt`: one form, the same family, every comment."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlx_experts.registry.catalog.catalog import Catalog, bundled_folder
+from mlx_experts.registry.catalog.family_format import WIDTH, formatted
+from mlx_experts.registry.cli import run
+from mlx_experts.registry.errors import SpecError
+
+PATH = Path("my_moe.yaml")
+
+
+def body(text: str) -> str:
+    """What the formatter makes of a family with this below its head, without the head."""
+    head = "family: my_moe\narchitectures: [MyMoe]\nreference: a test\n"
+    return formatted(f"{head}{text}", PATH).split("reference: a test\n", 1)[1].strip("\n")
+
+
+@pytest.mark.parametrize("path", sorted(bundled_folder().glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_family_has_its_form(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert formatted(text, path) == text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("written", "form"),
+    [
+        ("moe: {router: {score: softmax, path: gate}}", "moe:\n  router: {path: gate, score: softmax}"),
+        (
+            "attention: {qkv_bias: {from: bias, default: false}}",
+            "attention: {qkv_bias: config.bias else false}",
+        ),
+        ("attention: {clip: {from: [a, b]}}", "attention: {clip: config.a or b}"),
+        ("config: {top_k: {from: [a, b], default: 2}}", "config: {top_k: a or b else 2}"),
+        ("config: {top_k: [a, b]}", "config: {top_k: a or b}"),
+        ("attention: {rope: {style: half}}", "attention: {rope: half}"),
+        ("attention: {clip: {from: a, map: {x: 1}}}", "attention:\n  clip:\n    from: a\n    map: {x: 1}"),
+        ("head: {tied: {from: a, default: false, outer: true}}", "head: {tied: outer.a else false}"),
+        (
+            "layer_types: [{kind: list, key: a}, {kind: pattern, types: [b]}]",
+            "layer_types: [a, {kind: pattern, types: [b]}]",
+        ),
+        ("head: {tied: 'true'}", 'head: {tied: "true"}'),
+        ('names: {embed: "wte"}', "names: {embed: wte}"),
+        ("variants:\n  a: {}\n  b: null", "variants:\n  a: {}\n  b: null"),
+        ("checkpoint: {ignore: ['*.x', 'a, b']}", 'checkpoint: {ignore: ["*.x", "a, b"]}'),
+    ],
+)
+def test_a_text_gets_its_form(written: str, form: str) -> None:
+    assert body(written) == form
+    assert body(form) == form
+
+
+def test_keys_stand_in_the_order_of_the_schema_and_with_the_checkpoint_apart() -> None:
+    text = "checkpoint: {ignore: [a]}\nmoe: {router: {score: softmax}}\nnorm: {kind: layer}"
+    assert body(text) == "norm: {kind: layer}\nmoe:\n  router: {score: softmax}\n\ncheckpoint: {ignore: [a]}"
+
+
+def test_comments_stay_with_what_they_stand_before() -> None:
+    moe = "# of moe\nmoe:\n  # of the router\n  router: {score: softmax}  # beside\n"
+    text = f"{moe}norm: {{kind: layer}}\n# last\n"
+    assert body(text) == (
+        "norm: {kind: layer}\n# of moe\nmoe:\n  # of the router\n  router: {score: softmax}  # beside\n# last"
+    )
+
+
+def test_a_comment_inside_braces_makes_a_block() -> None:
+    text = "attention: {qkv_bias: true,\n  # why\n  out_bias: false}"
+    assert body(text) == "attention:\n  qkv_bias: true\n  # why\n  out_bias: false"
+
+
+def test_long_lines_are_broken_and_read_the_same(tmp_path: Path) -> None:
+    note = "word " * 40
+    lines = body(f"notes: [{note}]\n# {note}\nexample: {{{', '.join(f'key_{i}: {i}' for i in range(30))}}}")
+    assert max(map(len, lines.splitlines())) <= WIDTH
+    assert body(lines) == lines
+
+
+def test_the_form_says_the_same(tmp_path: Path) -> None:
+    """A family that is written in the long form is the same one afterwards."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder in (before, after):
+        folder.mkdir()
+        (folder / "my_moe.yaml").write_text(
+            "family: my_moe\nreference: a test\narchitectures: [MyMoe]\nmodel_types: [mine]\n"
+            "moe: {router: {score: {from: [a, b], default: softmax}, renormalize: {enabled: {from: c}}}}\n"
+            "attention: {rope: {theta: {from: t, default: 1.0e+4}, style: half}, qk_norm: {over: head}}\n"
+            "checkpoint: {conversions: [{to: .b, rename: .a}, {conv: .c.weight}], ignore: ['*.x']}\n"
+        )
+    assert run(["fmt", str(after)]) == 0
+    assert (after / "my_moe.yaml").read_text() != (before / "my_moe.yaml").read_text()
+    assert Catalog([before]).load("my_moe") == Catalog([after]).load("my_moe")
+
+
+def test_the_check_fails_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(bundled_folder() / "mixtral.yaml", tmp_path)
+    file = tmp_path / "mixtral.yaml"
+    assert run(["fmt", "--check", str(file)]) == 0
+    text = file.read_text().replace("{score: softmax,", "{score:   softmax,")
+    file.write_text(text)
+    assert run(["fmt", "--check", str(tmp_path)]) == 2
+    assert str(file) in capsys.readouterr().err
+    assert file.read_text() == text
+    assert run(["fmt", str(tmp_path)]) == 0
+    assert run(["fmt", "--check", str(tmp_path)]) == 0
+
+
+def test_what_is_no_family_file_is_refused() -> None:
+    with pytest.raises(SpecError, match="not a mapping"):
+        formatted("- a\n", PATH)
+    assert run(["fmt", "/nowhere/at/all.yaml"]) == 1
