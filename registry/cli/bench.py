@@ -11,6 +11,7 @@ import typer
 from mlx_experts.registry.catalog.public_shapes import Shape, select
 from mlx_experts.registry.cli.common import Json, print_json, print_table
 from mlx_experts.registry.cli.progress import track
+from mlx_experts.registry.errors import SettingError
 
 if TYPE_CHECKING:
     from mlx_experts.engine.tools.bench_experts import Result, Storage
@@ -25,9 +26,16 @@ def bench(
     dtype: Annotated[
         DType | None, typer.Option(help="Activations; float32 on the CPU, else bfloat16.", show_default=False)
     ] = None,
-    mode: Annotated[Mode, typer.Option(help="Storage format of the experts.")] = "affine",
-    bits: Annotated[int, typer.Option(help="Bits a weight, for affine.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Weights that share a scale, for affine.")] = 64,
+    mode: Annotated[
+        Mode | None, typer.Option(help="Storage format of the experts; affine if none.", show_default=False)
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Bits a weight, for affine; 4 if none.", show_default=False)
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Weights that share a scale, for affine; 64 if none.", show_default=False),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each path.")] = 15,
     baseline: Annotated[
         Literal["gather", "mlx-lm"],
@@ -37,20 +45,39 @@ def bench(
     model: Annotated[
         str | None, typer.Option(help="Decode this checkpoint instead.", show_default=False)
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode with --model.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode with --model or --decode.")] = 64,
+    decode: Annotated[
+        str | None,
+        typer.Option(
+            help="Decode a family's whole model, random weights, against mlx-lm.", show_default=False
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of it, from the first on.", show_default=False)
+    ] = None,
+    vocab: Annotated[int | None, typer.Option(min=2, help="Vocabulary of it.", show_default=False)] = None,
+    prefill: Annotated[int, typer.Option(min=0, help="Time a prompt of this many tokens too.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw ratio against expert width (.svg or .png).", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time one token's experts on public shapes, or a whole model with --model.
+    """Time one token's experts on public shapes, or a whole model with --decode or --model.
 
     Both paths run in turn in one run and the medians are shown: microseconds for one layer's experts, how
     many times faster fused is with half the interquartile range, gigabytes of weights a second and their
     share of the read bandwidth that this run measured, and each path's relative RMS error to float32.
 
+    --decode makes a family's whole model (registry/catalog/models.yaml has the sizes) with random weights,
+    twice: mlx-lm's own class and ours over the same arrays. It says how many tokens a second each decodes,
+    and where the time of one token goes.
+
     Example: registry bench qwen3_moe mixtral --plot ratio.svg
     """
+    if prefill and decode is None:
+        raise SettingError(
+            "A prompt is timed on a whole model.", where="--prefill", hint="add --decode FAMILY"
+        )
     if model is not None:
         _decode(model, tokens, rounds, json)
         return
@@ -58,9 +85,17 @@ def bench(
         from mlx_experts.registry.cli.plot import check_plot
 
         check_plot(plot)
+    if decode is not None:
+        from mlx_experts.registry.cli import bench_model
+
+        asked = bench_model.Asked(
+            decode, layers, vocab, dtype, mode, bits, group_size, tokens, rounds, prefill
+        )
+        bench_model.run(asked, json, plot)
+        return
     from mlx_experts.engine.tools import bench_experts as measure
 
-    storage = measure.storage_of(mode, bits, group_size)
+    storage = measure.storage_of(mode or "affine", bits or 4, group_size or 64)
     chosen = select(families or [])
     bandwidth = measure.read_bandwidth()
     results = []

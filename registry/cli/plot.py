@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,4 +54,26 @@ def draw(path: Path, points: Sequence[tuple[str, int, float, float]], title: str
     axes.set(xlabel="expert width F", ylabel="gather time / fused time", title=title)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
+    figure.savefig(path)
+
+
+def draw_token(path: Path, parts: Mapping[str, Mapping[str, float]], title: str) -> None:
+    """Where one token's time goes: a bar a model, cut into parts.
+
+    Args:
+        parts: milliseconds of each part, by model.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2.5), layout="constrained")
+    axes = figure.subplots()
+    names = list(parts)
+    left = [0.0] * len(names)
+    for part in next(iter(parts.values())):
+        widths = [parts[name][part] for name in names]
+        axes.barh(names, widths, left=left, label=part)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="ms a token, each waited for", title=title)
+    axes.legend()
     figure.savefig(path)

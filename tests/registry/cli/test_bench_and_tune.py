@@ -112,3 +112,44 @@ def test_tune_prints_a_table_and_its_outcome():
     assert result.exit_code == 0, result.output
     assert "fused" in result.output
     assert str(tuning_cache.cache_file()) in result.output
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """One whole model, small enough to decode in a test."""
+    from mlx_experts.registry.catalog import public_models
+
+    known = public_models.public_model("olmoe")
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    small = known.model_copy(
+        update={"config": known.config | sizes | {"num_experts": 4, "num_experts_per_tok": 2}}
+    )
+    monkeypatch.setattr(public_models, "models", lambda: (small,))
+
+
+def test_bench_decodes_a_whole_model_against_mlx_lm(small_model, tmp_path):
+    picture = tmp_path / "token.svg"
+    arguments = ("--decode", "olmoe", "--layers", "2", "--vocab", "64", "--tokens", "6", "--rounds", "3")
+    result = run(bench, *arguments, "--prefill", "4", "--json", "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert (report["family"], report["layers"], report["vocabulary"]) == ("olmoe", 2, 64)
+    assert report["ratio"] == pytest.approx(
+        report["ours"]["tokens_per_second"] / report["theirs"]["tokens_per_second"]
+    )
+    assert report["agree"] == report["tokens"] == 14
+    assert "encoding" in picture.read_text(encoding="utf-8")
+
+
+def test_bench_prints_the_parts_of_a_token(small_model):
+    result = run(
+        bench, "--decode", "olmoe", "--layers", "1", "--vocab", "64", "--tokens", "4", "--rounds", "3"
+    )
+    assert result.exit_code == 0, result.output
+    assert all(word in result.output for word in ("mlx-lm", "mlx-experts (", "Python ms", "encoding ms"))
+
+
+def test_a_prompt_is_timed_on_a_whole_model_only():
+    result = run(bench, "--prefill", "16")
+    assert isinstance(result.exception, SettingError)
+    assert result.exception.where == "--prefill"

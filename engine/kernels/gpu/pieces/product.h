@@ -28,7 +28,7 @@ for (int begin = 0; begin < ME_H; begin += ME_SEGMENT) {
     ME_UNROLL for (int j = 0; j < 8; ++j) squares += v[j] * v[j];
 #if ME_NORM_WEIGHT
     float scale[8];
-    me_load<8>(norm_w + begin + i, scale);
+    me_load<8>(ME_NORM_W + begin + i, scale);
     ME_UNROLL for (int j = 0; j < 8; ++j) v[j] *= scale[j] + ME_NORM_OFFSET;
 #endif
 #endif

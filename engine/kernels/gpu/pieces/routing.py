@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.gpu.pieces import row_product
-from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
+from mlx_experts.engine.kernels.gpu.pieces.piece import Output, Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct, Text
 from mlx_experts.engine.kernels.gpu.source import Backend, text
 from mlx_experts.engine.kernels.request import Decline
@@ -18,7 +18,6 @@ from mlx_experts.engine.kernels.router_kernel import check as check_steps
 
 # MLX's CUDA build keeps arrays of up to 8 bytes where the host sees them: the counter gets four words.
 _COUNTER_WORDS = 4
-_FEWEST = 4
 
 
 def check(matrix: Stack, norm: Norm | None, steps: RouterSteps) -> Decline | None:
@@ -45,9 +44,8 @@ def build(
 ) -> Piece:
     """The launch for CUDA: outputs ``y0`` (float32 logits), ``normed``, ``chosen`` (uint32) and ``share``.
 
-    ``stream`` comes before ``normed`` where a branch is ``added``. ``chosen`` and ``share`` (float32) have at
-    least four values, of which the first ``top_k`` count. The counter belongs to this piece: two runs of one
-    piece at once, on two streams, are not allowed.
+    ``stream`` comes before ``normed`` where a branch is ``added``. The counter belongs to this piece: one
+    piece must not run twice at once, on two streams.
 
     Args:
         logit: what is done to a logit ``v``, as a C expression.
@@ -59,9 +57,9 @@ def build(
     more = Text(
         inputs={"counter": counter} | ({"bias": None} if steps.bias else {}),
         outputs={
-            "normed": (asked.width, dtype),
-            "chosen": (max(steps.top_k, _FEWEST), mx.uint32),
-            "share": (max(steps.top_k, _FEWEST), mx.float32),
+            "normed": Output.row(asked.width, dtype),
+            "chosen": Output.row(steps.top_k, mx.uint32),
+            "share": Output.row(steps.top_k, mx.float32),
         },
         header=f"ME_INLINE float me_logit(float v) {{ return {logit}; }}\n"
         + router_settings(steps, "me_logit(me_fresh(y0 + (i)))"),
@@ -76,7 +74,7 @@ def normed_text(asked: RowProduct, warps: int) -> str:
     if asked.added is not None:
         row = f"({row} + {float(asked.added)!r}f * me_value(branch[i]))"
     if asked.norm is not None and asked.norm.weight is not None:
-        row = f"{row} * (me_value(norm_w[i]) + {float(asked.norm.offset)!r}f)"
+        row = f"{row} * (me_value(ME_NORM_W[i]) + {float(asked.norm.offset)!r}f)"
     step = warps * 32
     return (
         f"for (int i = group * {step} + tid; i < ME_H; i += ME_BLOCKS * {step})\n"

@@ -14,7 +14,15 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.gpu import cuda
-from mlx_experts.engine.kernels.gpu.pieces.piece import Piece, bounded, device_text
+from mlx_experts.engine.kernels.gpu.pieces.piece import (
+    Constants,
+    Output,
+    Piece,
+    bounded,
+    device_text,
+    output_text,
+    pack,
+)
 from mlx_experts.engine.kernels.gpu.source import (
     Backend,
     Launch,
@@ -82,12 +90,14 @@ class Product:
     Args:
         stack: the matrix; ``stack.first`` and its rows choose a part of the arrays.
         heads: the norm and rotation of each head, or None.
+        width: of the heads that the output is split into, ``[1, heads, 1, width]``; None for a row.
         packed: as many rows of a gate follow each head's own; the gate becomes an output of its own.
         clip: values are clamped to plus and minus this.
     """
 
     stack: Stack
     heads: Heads | None = None
+    width: int | None = None
     packed: bool = False
     clip: float | None = None
 
@@ -196,37 +206,37 @@ def cut(asked: RowProduct, device: Device) -> Cut:
     return Cut(rows, warps)
 
 
-def _at(product: Product) -> str:
-    return f"row + {product.stack.first}" if product.stack.first else "row"
-
-
-def _arguments(i: int, product: Product, words: int) -> tuple[str, str, str]:
+def _arguments(part: str, product: Product, words: int) -> tuple[str, str, str]:
     """The arrays of a product from its first row on, as C pointers."""
     p, first = product.stack.projection, product.stack.first
-    weight = f"(ME_DEVICE const me_uint*)p{i}_w" + (f" + {first * words}" if first else "")
+    weight = f"(ME_DEVICE const me_uint*){part}_w" + (f" + {first * words}" if first else "")
     if not p.group_size:
         return weight, "(ME_DEVICE const uint8_t*)0", "(ME_DEVICE const uint8_t*)0"
     past = f" + {first * (p.cols // p.group_size)}" if first else ""
-    scales = f"p{i}_s{past}"
-    return weight, scales, f"p{i}_b{past}" if p.format == "affine" else scales
+    scales = f"{part}_s{past}"
+    return weight, scales, f"{part}_b{past}" if p.format == "affine" else scales
 
 
-def value_text(i: int, product: Product) -> str:
+def _value_text(part: str, product: Product, constants: Constants) -> str:
     """``v`` with scale, bias and clamp, as a C expression in ``row``."""
-    value = bias_text(f"p{i}", product.stack.projection, "v", _at(product))
+    stack = product.stack
+    value = bias_text(part, replace(stack.projection, bias=False), "v", "row")
+    if stack.bias is not None:
+        value = f"({value} + {constants.add(stack.bias[stack.first : stack.first + product.rows])}[row])"
     if product.clip is not None:
         value = f"me_min(me_max({value}, {-product.clip!r}f), {product.clip!r}f)"
     return value
 
 
-def turn_text(heads: Heads, name: str, to: str, given: str, threads: int) -> str:
-    """The call that turns one head out of ``ys``."""
+def turn_text(heads: Heads, weight: str, inverse: str, to: str, given: str, threads: int) -> str:
+    """The call that turns one head out of ``ys``; ``weight`` and ``inverse`` as C pointers."""
     turn, norm = heads.turn, heads.norm
     kind = 0 if norm is None else 3 if heads.whole else 2 if heads.late else 1
     weighed = norm is not None and norm.weight is not None
     dims, inter, factor = (turn.dims, turn.interleaved, turn.factor) if turn else (0, False, 1.0)
-    weight = f"{name}_n" if weighed else "(ME_DEVICE const float*)0"
-    inverse, position = ("inverse", "float(offset[0])") if turn else ("(ME_DEVICE const float*)0", "0.0f")
+    weight = weight if weighed else "(ME_DEVICE const float*)0"
+    position = "float(offset[0])" if turn else "0.0f"
+    inverse = inverse if turn else "(ME_DEVICE const float*)0"
     flags = f"{heads.width}, {dims}, {str(inter).lower()}, {kind}, {str(weighed).lower()}, {threads}"
     eps, offset = (norm.eps, norm.offset) if norm else (0.0, 0.0)
     return (
@@ -246,7 +256,7 @@ class Text:
     """What follows a launch's own inputs, outputs and text."""
 
     inputs: dict[str, mx.array | None] = field(default_factory=dict)
-    outputs: dict[str, tuple[int, mx.Dtype]] = field(default_factory=dict)
+    outputs: dict[str, Output] = field(default_factory=dict)
     header: str = ""
     tail: str = ""
 
@@ -272,23 +282,26 @@ def build(
         how: another cut than the default (for tests).
         more: inputs, outputs and text that follow the products' own.
     """
-    how, more = how or cut(asked, device), more or Text()
+    how, more, constants = how or cut(asked, device), more or Text(), Constants()
     segment = min(asked.width, _SEGMENT[device])
     inputs: dict[str, mx.array | None] = {"x": None}
     inputs |= {n: None for n, on in (("branch", asked.added is not None), ("gate", asked.gate)) if on}
-    norm = asked.norm
-    if norm is not None and norm.weight is not None:
-        inputs["norm_w"] = norm.weight
     inputs |= {"residual": None} if asked.residual else {}
-    turn = asked.turns
-    inputs |= {"offset": None, "inverse": turn.inverse} if turn is not None else {}
-    outputs: dict[str, tuple[int, mx.Dtype]] = {}
+    norm, turn, inverse = asked.norm, asked.turns, "inverse"
+    norm_weight = constants.add(norm.weight) if norm is not None and norm.weight is not None else ""
+    if turn is not None:
+        inputs |= {"offset": None} | ({"inverse": None} if turn.inverse is None else {})
+        inverse = inverse if turn.inverse is None else constants.add(turn.inverse)
+    outputs: dict[str, Output] = {}
+    arrays: dict[int, str] = {}
     starts, ask, products, plain, turned, group = [0], [], [], [], [], 0
     for i, product in enumerate(asked.products):
-        p = product.stack.projection
-        inputs |= array_names(f"p{i}", product.stack)
+        p, heads = product.stack.projection, product.heads
+        # Parts of one joined matrix share its arrays.
+        part = arrays.setdefault(id(product.stack.weight), f"p{i}")
+        inputs |= array_names(part, replace(product.stack, bias=None))
         words = p.cols * p.bits // 32
-        weight, scales, biases = _arguments(i, product, words)
+        weight, scales, biases = _arguments(part, product, words)
         first = f"(tile - {starts[-1]}) * ME_ROWS"
         held = f"(min({p.rows} - {first}, ME_ROWS))" if p.rows % how.rows else "ME_ROWS"
         ask.append(f"me_ask({weight} + int64_t({first}) * {words}, {held} * {words * 4}, lane);")
@@ -296,34 +309,36 @@ def build(
             f"me_rows<{format_number(p)}, {p.bits}, {p.group_size}>({weight}, {scales}, {biases}, {first},"
             f" {p.rows - 1}, begin, lane, xs, total);"
         )
-        value = value_text(i, product)
+        value = _value_text(part, product, constants)
         if asked.residual and i == 0:
             value = f"me_value(residual[row]) + {float(asked.multiplier)!r}f * {value}"
-        outputs[f"y{i}"] = (p.rows // (1 + product.packed), mx.float32 if wide else dtype)
+        size = p.rows // (1 + product.packed)
+        shape = (1, 1, size) if product.width is None else (1, size // product.width, 1, product.width)
+        outputs[f"y{i}"] = Output(shape, mx.float32 if wide else dtype)
         if product.packed:
-            outputs[f"g{i}"] = (p.rows // 2, dtype)
+            outputs[f"g{i}"] = Output.row(size, dtype)
         into, out = f"const int row = {first} + lane;", f"me_set(y{i} + row, {value});"
         guard = f"lane < ME_ROWS && row < {p.rows}"
-        heads = product.heads
         if heads is None:
             plain.append(f"{into} if ({guard}) {out}")
             turned.append("")
         else:
             plain.append(f"{into} if (lane < ME_ROWS) ys[warp * ME_ROWS + lane] = {value};")
-            if heads.norm is not None and heads.norm.weight is not None:
-                inputs[f"h{i}_n"] = heads.norm.weight
+            weighed = heads.norm.weight if heads.norm is not None else None
+            scale = "" if weighed is None else constants.add(weighed)
             d, unit, threads = heads.width, f"(group - {group})", how.warps * 32
-            call = turn_text(
-                heads, f"h{i}", f"y{i} + {unit}{' / 2' if product.packed else ''} * {d}", "1.0f", threads
-            )
+            to = f"y{i} + {unit}{' / 2' if product.packed else ''} * {d}"
+            call = turn_text(heads, scale, inverse, to, "1.0f", threads)
             gate = f"for (int i = tid; i < {d}; i += {threads}) me_set(g{i} + {unit} / 2 * {d} + i, ys[i]);"
             turned.append(f"if ({unit} % 2 == 0) {{ {call} }} else {{ {gate} }}" if product.packed else call)
         group += -(-p.rows // how.unit)
         starts.append(group * how.warps)
     if asked.added is not None:
-        outputs["stream"] = (asked.width, dtype)
-    inputs |= more.inputs
+        outputs["stream"] = Output.row(asked.width, dtype)
+    inputs |= constants.inputs() | more.inputs
     outputs |= more.outputs
+    packed = pack(outputs, device)
+    written, places = output_text(outputs, packed)
     settings = defines(
         {
             "H": asked.width,
@@ -337,7 +352,8 @@ def build(
             "GATE_WIDTH": asked.gate_width,
             "OPEN": _GATES.get(asked.gate or "", "v"),
             "NORM": int(norm is not None),
-            "NORM_WEIGHT": int(norm is not None and norm.weight is not None),
+            "NORM_WEIGHT": int(norm_weight != ""),
+            "NORM_W": norm_weight,
             "NORM_OFFSET": f"{float(norm.offset if norm else 0.0)!r}f",
             "EPS": f"{float(norm.eps if norm else 0.0)!r}f",
         }
@@ -353,7 +369,7 @@ def build(
     launch = Launch(
         label=label,
         inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        outputs=written,
         header=text(backend.prelude)
         + settings
         + text("rows.h")
@@ -363,11 +379,11 @@ def build(
         + device_text(device)
         + more.header
         + bounded(device, how.warps),
-        source=backend.opening + "const int e = 0; (void)e;\n" + memory + body + finish + more.tail,
+        source=backend.opening + places + "const int e = 0; (void)e;\n" + memory + body + finish + more.tail,
         groups=group,
         warps=how.warps,
     )
-    return Piece(backend, launch, inputs, outputs)
+    return Piece(backend, launch, inputs, outputs, packed)
 
 
 def stack_part(stack: Stack, first: int, rows: int) -> Stack:
@@ -380,3 +396,33 @@ def backend_of(device: Device) -> Backend:
     from mlx_experts.engine.kernels.gpu import metal
 
     return cuda.BACKEND if device == "cuda" else metal.BACKEND
+
+
+def joined(stacks: Sequence[Stack]) -> list[Stack] | None:
+    """Matrices of one width and format as parts of one, which makes a launch's inputs fewer.
+
+    The arrays are copies: whoever keeps the single matrices may keep views of these instead
+    (rows ``first`` to ``first + rows``), and needs no memory for both.
+
+    Returns:
+        The matrices in their order, or None where they are stored in several ways.
+    """
+    kinds = {replace(s.projection, rows=0, bias=False) for s in stacks}
+    if len(kinds) > 1 or any(s.weight.ndim != 2 or s.first or s.global_scale is not None for s in stacks):
+        return None
+    weight = mx.concatenate([s.weight for s in stacks])
+    held = [
+        [a for a in arrays if a is not None]
+        for arrays in zip(*((s.scales, s.biases) for s in stacks), strict=True)
+    ]
+    scales, biases = (mx.concatenate(arrays) if arrays else None for arrays in held)
+    mx.eval([a for a in (weight, scales, biases) if a is not None])
+    parts, first = [], 0
+    for stack in stacks:
+        bias = stack.bias
+        if bias is not None and first:
+            # A part's bias is read from its first row on.
+            bias = mx.concatenate([mx.zeros((first,), bias.dtype), bias])
+        parts.append(replace(stack, weight=weight, scales=scales, biases=biases, bias=bias, first=first))
+        first += stack.projection.rows
+    return parts

@@ -34,17 +34,6 @@ def matrix(
     return stack
 
 
-def token_of(piece: Piece, dtype: mx.Dtype, position: int = 4321, **others: mx.array) -> dict[str, mx.array]:
-    """Random arrays for what a call gives, by name; ``others`` are taken as they are."""
-    sizes = {name: piece.outputs.get(name, (0, dtype))[0] for name in piece.tokens}
-    token = {"offset": mx.array([position] * 4, dtype=mx.int32)} | others
-    for name in piece.tokens:
-        if name not in token:
-            assert sizes[name], name
-            token[name] = mx.random.normal((1, 1, sizes[name])).astype(dtype)
-    return {name: token[name] for name in piece.tokens}
-
-
 @pytest.fixture(scope="session")
 def make_matrix() -> Callable[..., Stack]:
     """Builds a matrix."""
@@ -60,8 +49,11 @@ def on_host(request: pytest.FixtureRequest) -> Callable[..., dict[str, np.ndarra
     ) -> dict[str, np.ndarray]:
         host: Any = request.getfixturevalue(f"host_{kind}")
         arrays = piece.arrays(*token.values())
-        outputs = [((size,), dtype) for size, dtype in piece.outputs.values()]
-        made = host.run(piece.backend, piece.launch, arrays, outputs, change)
-        return dict(zip(piece.outputs, made, strict=True))
+        made = host.run(piece.backend, piece.launch, arrays, piece.memory(), change)
+        if piece.packed is None:
+            return dict(zip(piece.outputs, made, strict=True))
+        raw = [mx.array(m).astype(dtype) for m, (_, dtype) in zip(made, piece.memory(), strict=True)]
+        views = [v if v.dtype == mx.uint32 else v.astype(mx.float32) for v in piece.views(raw)]
+        return {name: np.array(v).reshape(-1) for name, v in zip(piece.outputs, views, strict=True)}
 
     return run

@@ -99,7 +99,7 @@ def test_norm_over_all_heads():
     mx.random.seed(5)
     turn = Turn(frequencies(128), 128)
     rows = {n: (Heads(128, Norm(weight(2048), 1e-6), turn, whole=True), 2048) for n in ("q", "k")}
-    piece = head_turns.build(rows, row_product.backend_of("cuda"), mx.bfloat16)
+    piece = head_turns.build(rows, row_product.backend_of("cuda"), "cuda", mx.bfloat16)
     token = {n: mx.random.normal((1, 1, 2048)).astype(mx.bfloat16) for n in rows}
     got = run(piece, offset=mx.array([77] * 4, dtype=mx.int32), **token)
     for name, (heads, _) in rows.items():

@@ -27,7 +27,7 @@ def rows_of(d: int, dims: int, whole: bool) -> dict[str, tuple[Heads, int]]:
 def distances(kind, rows, on_host, change=lambda t: t):
     """Distance of every row to the truth."""
     assert head_turns.check(rows) is None
-    piece = head_turns.build(rows, backend_of(kind), mx.bfloat16)
+    piece = head_turns.build(rows, backend_of(kind), kind, mx.bfloat16)
     token = {n: mx.random.normal((1, 1, width)).astype(mx.bfloat16) for n, (_, width) in rows.items()}
     token["offset"] = mx.array([999] * 4, dtype=mx.int32)
     got = on_host(kind, piece, token, change)

@@ -157,6 +157,24 @@ def test_a_part_of_a_joined_matrix(kind, make_matrix, on_host):
         assert far < LIMITS[mx.bfloat16], name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_that_are_joined_compute_what_they_did(kind, make_matrix, on_host):
+    mx.random.seed(12)
+    stacks = [make_matrix(128, rows, bias=rows == 48) for rows in (64, 48, 16)]
+    parts = row_product.joined(stacks)
+    assert parts is not None
+    whole = RowProduct(128, tuple(map(Product, parts)))
+    apart = RowProduct(128, tuple(map(Product, stacks)))
+    x = mx.random.normal((1, 1, 128)).astype(mx.bfloat16)
+    wanted = piece_truth.row_product(apart, {"x": x})
+    piece = row_product.build(whole, row_product.backend_of(kind), kind, mx.bfloat16)
+    assert len(piece.held) == 5
+    got = on_host(kind, piece, {"x": x})
+    for name, want in wanted.items():
+        assert piece_truth.distance(got[name], want) < LIMITS[mx.bfloat16], name
+    assert row_product.joined([stacks[0], make_matrix(128, 16, FORMATS["mxfp4"])]) is None
+
+
 MISTAKES = {
     "the norm's factor is left out": ("sum * factor", "sum"),
     "a segment is skipped": ("begin += ME_SEGMENT", "begin += 2 * ME_SEGMENT"),

@@ -1,0 +1,52 @@
+"""The experts' two launches over what the routing launch wrote: one input for row, indices and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
+from mlx_experts.engine.kernels.gpu.pieces.piece import CUDA_TYPES, Piece
+from mlx_experts.engine.kernels.gpu.source import Launch
+
+# The experts' launches know these outputs of the routing launch by other names.
+_NAMES = {"x": "normed", "indices": "chosen", "weights": "share"}
+
+
+def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], mx.array]:
+    """The experts as a function of the array that ``route.run`` gives, to ``[1, 1, H]``.
+
+    Args:
+        experts: a layer's prepared launches, for CUDA.
+        route: the layer's routing launch.
+    """
+    pair, held = experts.plan(top_k), arrays_of(experts.experts)
+    words, dtype = mx.float32, experts.dtype
+    up, up_arrays = reading(pair.up, route), [held[n] for n in pair.up.inputs if n in held]
+    down, down_arrays = reading(pair.down, route), [held[n] for n in pair.down.inputs if n in held]
+    shape = (1, 1, experts.experts.down.projection.rows)
+    dtypes = [words, *(a.dtype for a in up_arrays), words]
+    first = up.make(experts.backend, dtypes, [(pair.words,)], **experts.options)
+    dtypes = [words, words, *(a.dtype for a in down_arrays), dtype]
+    second = down.make(experts.backend, dtypes, [shape], **experts.options)
+
+    def run(routed: mx.array) -> mx.array:
+        (act,) = first([routed, *up_arrays])
+        return second([routed, act, *down_arrays])[0]
+
+    return run
+
+
+def reading(launch: Launch, route: Piece) -> Launch:
+    """A launch that finds its row, indices and weights in the routing launch's array."""
+    assert route.packed is not None
+    finds, named = "", [name for name in launch.inputs if name in _NAMES]
+    for name in named:
+        source = _NAMES[name]
+        kind = CUDA_TYPES[route.outputs[source].dtype]
+        place = f"me_routed + {route.packed.begins[source] // route.packed.dtype.size}"
+        finds += f"const auto {name} = reinterpret_cast<const {kind}*>({place});\n"
+    rest = [name for name in launch.inputs if name not in named]
+    return replace(launch, inputs=("me_routed", *rest), source=finds + launch.source)
