@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -25,6 +26,7 @@ from mlx_experts.engine.loading.api import load_model, put_adapters, read_tokeni
 from mlx_experts.engine.loading.checkpoint_loader import restore_dtype
 from mlx_experts.engine.loading.prompt_caches import unbounded
 from mlx_experts.engine.loading.sharding import spread
+from mlx_experts.engine.loading.speculative import Account, speculative_step
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.catalog.dense import signs_of_experts
@@ -34,6 +36,7 @@ from mlx_experts.registry.errors import QuantizationError, SettingError, Unknown
 
 _ORIGINALS = {name: getattr(utils, name) for name in ("load", "load_model", "sharded_load", "save_model")}
 _ORIGINALS["make_prompt_cache"] = make_prompt_cache
+_ORIGINALS["speculative_generate_step"] = speculative_generate_step
 _FILL = nn.Module.load_weights
 # Keys of mlx-lm's ``model_config`` that ask for another engine than the checkpoint's.
 _ACTIVATIONS = "quantize_activations"
@@ -137,6 +140,13 @@ class Doors:
             save_tensors(Path(save_path), model, donate_model=donate_model)
         else:
             _ORIGINALS["save_model"](save_path, model, donate_model=donate_model)
+
+    def speculative_generate_step(self, *arguments: Any, **options: Any) -> Any:
+        """As ``mlx_lm.generate.speculative_generate_step``; it ends drafting that loses, and says so."""
+        account = Account()
+        yield from speculative_step(*arguments, account=account, **options)
+        if account.stopped:
+            self.tell(account.stopped)
 
     def make_prompt_cache(self, model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
         """As ``mlx_lm.models.cache.make_prompt_cache``, which says where it cannot bound the caches."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +15,10 @@ from mlx_lm.generate import BatchResponse, GenerationResponse
 from mlx_lm.generate import batch_generate as _batch
 from mlx_lm.generate import generate as _whole
 from mlx_lm.generate import stream_generate as _stream
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_experts.engine.loading.prompt_caches import unbounded
+from mlx_experts.engine.loading.speculative import Account, Token, speculative_step
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.registry.errors import SettingError
 
@@ -29,11 +33,13 @@ def generate(
 
     Args:
         prompt: text, or token ids.
-        options: further options of ``mlx_lm.generate``.
+        options: further options of ``mlx_lm.generate`` and of :func:`stream_generate`.
 
     Raises:
         SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
     """
+    if not verbose:
+        return "".join(part.text for part in stream_generate(model, tokenizer, prompt, **options))
     _check(model, [prompt], options)
     _say_unbounded(model, options)
     text: str = _whole(model, tokenizer, prompt, verbose, **options)
@@ -41,20 +47,93 @@ def generate(
 
 
 def stream_generate(
-    model: nn.Module, tokenizer: Any, prompt: str | Ids, max_tokens: int = 256, **options: Any
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Ids,
+    max_tokens: int = 256,
+    *,
+    draft_model: nn.Module | None = None,
+    adaptive_draft: bool = True,
+    drafting: Account | None = None,
+    **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """Generate an answer piece by piece, as ``mlx_lm.stream_generate`` does.
 
     Args:
         prompt: text, or token ids.
+        draft_model: a smaller model of the same vocabulary, whose guesses the model checks.
+        adaptive_draft: end drafting where it takes longer than it saves.
+        drafting: filled with what drafting did.
         options: further options of ``mlx_lm.stream_generate``.
 
     Raises:
         SettingError: ids are no row of ids, or one lies outside the vocabulary of a model of this package.
+        SettingError: a cache cannot go back, which a draft needs.
     """
-    _check(model, [prompt], options)
+    _check(model, [prompt], {**options, "draft_model": draft_model})
     _say_unbounded(model, options)
-    return _stream(model, tokenizer, prompt, max_tokens, **options)
+    if draft_model is None:
+        options.pop("num_draft_tokens", None)
+        return _stream(model, tokenizer, prompt, max_tokens, **options)
+    ids = prompt_ids(tokenizer, prompt)
+    for name in ("max_kv_size", "prompt_progress_callback"):
+        # As in mlx-lm, a draft and the model read the prompt in their own ways.
+        options.pop(name, None)
+    tokens = speculative_step(
+        ids,
+        model,
+        draft_model,
+        max_tokens=max_tokens,
+        adaptive=adaptive_draft,
+        account=drafting,
+        **options,
+    )
+    return respond(tokens, tokenizer, ids.size, max_tokens)
+
+
+def prompt_ids(tokenizer: Any, prompt: str | Ids) -> mx.array:
+    """A prompt as token ids [L]."""
+    if isinstance(prompt, mx.array):
+        return prompt
+    return mx.array(_encoded(tokenizer, prompt) if isinstance(prompt, str) else list(prompt))
+
+
+def respond(
+    tokens: Generator[Token, None, None], tokenizer: Any, prompt_tokens: int, max_tokens: int
+) -> Generator[GenerationResponse, None, None]:
+    """Tokens as the answers that ``mlx_lm.stream_generate`` gives, to the end of the text."""
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    detokenizer, began, prompt_tps, made = tokenizer.detokenizer, time.perf_counter(), 0.0, 0
+
+    def answer(last: Token, finish_reason: str | None) -> GenerationResponse:
+        token, logprobs, drafted = last
+        return GenerationResponse(
+            text=detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=drafted,
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tps,
+            generation_tokens=made,
+            generation_tps=made / (time.perf_counter() - began),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+        )
+
+    with closing(tokens):
+        for last in tokens:
+            if not made:
+                prompt_tps, began = prompt_tokens / (time.perf_counter() - began), time.perf_counter()
+            made += 1
+            if last[0] in tokenizer.eos_token_ids:
+                break
+            detokenizer.add_token(last[0])
+            if made == max_tokens:
+                break
+            yield answer(last, None)
+        detokenizer.finalize()
+        yield answer(last, "stop" if last[0] in tokenizer.eos_token_ids else "length")
 
 
 def batch_generate(

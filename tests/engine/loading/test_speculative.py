@@ -1,0 +1,165 @@
+"""Drafts change how long a text takes, and never the text."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from dense_checkpoint import DEMO, write_dense
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+
+from mlx_experts import generate, load, stream_generate
+from mlx_experts.engine.loading.doors import Doors, open_doors
+from mlx_experts.engine.loading.speculative import Account, DraftModel, speculate, speculative_step
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.registry.errors import SettingError
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+
+PROMPT = "A mixture-of-experts model"
+
+
+@functools.cache
+def demo() -> tuple[Any, Any]:
+    return load(DEMO)
+
+
+@functools.cache
+def tiny(name: str, seed: int = 0) -> Any:
+    family = catalog().load(name)
+    return build_tiny(family, tiny_config(family), seed)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A draft model whose guesses are all wrong."""
+    return mlx_lm.load(str(write_dense(tmp_path_factory.mktemp("drafts") / "dense")))[0]
+
+
+def plain(model: Any, prompt: mx.array, count: int, **options: Any) -> list[int]:
+    return [token for token, _ in generate_step(prompt, model, max_tokens=count, **options)]
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("penalty", [None, 1.3])
+def test_greedy_tokens_are_those_of_plain_decoding(
+    drafts: int, own: bool, penalty: float | None, dense: Any
+) -> None:
+    model, tokenizer = demo()
+    prompt = mx.array(tokenizer.encode(PROMPT))
+    processors = make_logits_processors(repetition_penalty=penalty) or None
+    want = plain(model, prompt, 24, logits_processors=processors)
+    account = Account()
+    found = list(
+        speculative_step(
+            prompt,
+            model,
+            model if own else dense,
+            num_draft_tokens=drafts,
+            max_tokens=24,
+            logits_processors=processors,
+            adaptive=False,
+            account=account,
+        )
+    )
+    assert [token for token, _, _ in found] == want
+    assert sum(drafted for _, _, drafted in found) == account.accepted
+    if own and penalty is None:
+        assert account.rate == 1.0
+    if not own:
+        assert account.rate < 0.2
+
+
+def test_a_model_with_fewer_caches_than_layers_keeps_its_own() -> None:
+    """Layers that reuse keys and values have none; mlx-lm cuts the list by the number of layers."""
+    model, draft = tiny("gemma4"), tiny("qwen3_moe")
+    assert len(make_prompt_cache(model)) <= len(model.layers)
+    prompt = mx.array([3, 9, 4, 1, 7])
+    caches = make_prompt_cache(model) + make_prompt_cache(draft)
+    steps = speculative_step(prompt, model, draft, max_tokens=12, prompt_cache=caches, adaptive=False)
+    assert [token for token, _, _ in steps] == plain(model, prompt, 12)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("given", [1, 2, 3, 4, 6])
+def test_a_cache_of_the_callers_holds_every_token_that_was_given(own: bool, given: int, dense: Any) -> None:
+    model, tokenizer = demo()
+    draft = model if own else dense
+    prompt = mx.array(tokenizer.encode(PROMPT))
+    caches = make_prompt_cache(model) + make_prompt_cache(draft)
+    steps = speculative_step(
+        prompt, model, draft, num_draft_tokens=3, max_tokens=20, prompt_cache=caches, adaptive=False
+    )
+    tokens = [next(steps)[0] for _ in range(given)]
+    steps.close()
+    assert {cache.offset for cache in caches} == {prompt.size + given}
+    rest = plain(model, mx.array([11]), 4, prompt_cache=caches[: len(model.layers)])
+    assert rest == plain(model, mx.concatenate([prompt, mx.array([*tokens, 11])]), 4)
+
+
+class Slow(DraftModel):
+    """A drafter that takes its time."""
+
+    def draft(self, count: int) -> mx.array:
+        time.sleep(0.05)
+        return super().draft(count)
+
+
+def test_drafting_that_loses_ends_and_the_text_goes_on() -> None:
+    model, tokenizer = demo()
+    prompt = mx.array(tokenizer.encode(PROMPT))
+    account = Account()
+    steps = speculate(prompt, model, Slow(model), num_draft_tokens=2, max_tokens=50, account=account)
+    processors = make_logits_processors(repetition_penalty=1.2)
+    assert [token for token, _, _ in steps] == plain(model, prompt, 50)
+    assert account.stopped.startswith("drafting ended: ")
+    assert account.drafted < 20
+    steps = speculate(prompt, model, Slow(model), max_tokens=40, logits_processors=processors)
+    assert [token for token, _, _ in steps] == plain(model, prompt, 40, logits_processors=processors)
+
+
+def test_drafting_that_wins_goes_on() -> None:
+    account = Account(rounds=[(9.0, 1)] + [(0.1, 4)] * 4, steps=[0.05] * 4)
+    assert not account.loses()
+    assert account.stopped == ""
+
+
+def test_states_cannot_go_back_and_are_refused_in_words() -> None:
+    model = tiny("qwen3_next")
+    with pytest.raises(SettingError, match="goes back in the prompt cache") as caught:
+        list(speculative_step(mx.array([1, 2]), model, model))
+    assert caught.value.found == "ArraysCache"
+
+
+def test_public_generating_takes_a_draft_model(dense: Any) -> None:
+    model, tokenizer = demo()
+    want = generate(model, tokenizer, PROMPT, max_tokens=12)
+    assert generate(model, tokenizer, PROMPT, max_tokens=12, draft_model=dense) == want
+    account = Account()
+    parts = list(
+        stream_generate(
+            model, tokenizer, PROMPT, 12, draft_model=model, adaptive_draft=False, drafting=account
+        )
+    )
+    assert "".join(part.text for part in parts) == want
+    assert [part.finish_reason for part in parts[-2:]] == [None, "length"]
+    assert parts[-1].generation_tokens == 12
+    assert any(part.from_draft for part in parts)
+    assert account.rate == 1.0
+
+
+def test_mlx_lms_own_generating_drafts_here_while_the_doors_are_open(tmp_path: Path, dense: Any) -> None:
+    model, tokenizer = demo()
+    told: list[str] = []
+    want = generate(model, tokenizer, PROMPT, max_tokens=40)
+    with open_doors(Doors(tell=told.append)):
+        assert mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=40, draft_model=dense) == want
+    assert all("drafting ended" in text for text in told)
