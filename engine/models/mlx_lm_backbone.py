@@ -17,7 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 
+from mlx_experts.engine.kernels import gather
 from mlx_experts.engine.layers.tensor_parallel import whole_or_untouched
 from mlx_experts.engine.models.adopt import Unfit, block_path, put_in_place, share, take_over
 from mlx_experts.engine.models.base import LanguageModel
@@ -96,6 +98,24 @@ class BackboneConverter(WeightConverter):
             ) from error
 
 
+class WideSwitchLinear(SwitchLinear):
+    """mlx-lm's gathered product, in float32 on the CPU, where MLX has none of a narrower type."""
+
+    def __init__(self, module: SwitchLinear) -> None:
+        nn.Module.__init__(self)
+        self.weight = module.weight
+        if "bias" in module:
+            self.bias = module.bias
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """``x`` [..., 1, D] and the matrix of each row [...] to [..., 1, F], in the dtype of ``x``."""
+        narrow = x.dtype != mx.float32 or self.weight.dtype != mx.float32
+        if narrow and mx.default_device().type == mx.DeviceType.cpu:
+            return gather.wide_product(self, x, indices, sorted_indices).astype(x.dtype)
+        y: mx.array = super().__call__(x, indices, sorted_indices)
+        return y
+
+
 class _Originals:
     """mlx-lm's blocks by path, kept out of the module tree."""
 
@@ -160,6 +180,11 @@ class Backbone(LanguageModel):
             assert block is not None
             self._originals.blocks[path] = block
             put_in_place(modules, path, ours)
+        blocks = tuple(f"{path}." for path in self._originals.blocks)
+        for path, module in modules.items():
+            # This package's blocks widen what they call themselves.
+            if type(module) is SwitchLinear and not path.startswith(blocks):
+                put_in_place(modules, path, WideSwitchLinear(module))
 
     @property
     def plan(self) -> Plan:

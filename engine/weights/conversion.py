@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_experts.engine.weights import heads
+from mlx_experts.engine.weights import heads, spellings
 from mlx_experts.engine.weights.audit import collapse
 from mlx_experts.engine.weights.conversion_ops import ConvOperation, RenameOperation, make_operation
 from mlx_experts.engine.weights.dequantize import Decoded, decode_encodings
@@ -176,6 +176,8 @@ class WeightConverter:
             for layout in self._expert_layouts(stack):
                 if modules := stacked_modules(layout, stack, path):
                     return modules
+            if container := spellings.container_of(stack, f"{path}.weight"):
+                return [f"{stack.container}{path.removeprefix(container)}"]
         return [path]
 
     def _expert_layouts(self, stack: ExpertStack) -> tuple[ExpertLayout, ...]:
@@ -198,6 +200,8 @@ class WeightConverter:
             if stack is not None:
                 layer = by_layer.setdefault(i, {})
                 moved |= convert_experts(self._expert_layouts(stack), stack, layer, self.tree)
+                spellings.find_experts(stack, layer)
+                spellings.find_selection_bias(self.plan.layers[i], stack.layer, layer)
         for layer in by_layer.values():
             result.tensors.update(layer)
         return moved

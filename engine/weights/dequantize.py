@@ -101,7 +101,7 @@ def find_encodings(
 ) -> EncodingPlan:
     """What is encoded and how; arguments and errors are those of :func:`decode_encodings`."""
     stored = {
-        name: Plane((dtypes or {}).get(name, _SPELLED[array.dtype]), tuple(array.shape))
+        name: _as_stored(array, (dtypes or {}).get(name, _SPELLED[array.dtype]))
         for name, array in arrays.items()
     }
     shapes = {
@@ -113,6 +113,12 @@ def find_encodings(
     widths = {name: int(np.array(array).flat[-1]) for name, array in shapes.items()}
     entry = config.get("quantization") or config.get("quantization_config")
     return plan_encodings(stored, entry, widths=widths, dense=_SPELLED[dense])
+
+
+def _as_stored(array: mx.array, dtype: str) -> Plane:
+    shape = tuple(array.shape)
+    # Two values of four bits are one byte of the array.
+    return Plane(dtype, (*shape[:-1], 2 * shape[-1]) if dtype == "F4" and shape else shape)
 
 
 def check_kinds(
@@ -140,9 +146,10 @@ def check_kinds(
     }
     odd: dict[str, list[str]] = defaultdict(list)
     for name, array in arrays.items():
-        if name in claimed or mx.issubdtype(array.dtype, mx.floating):
-            continue
         module, _, leaf = name.rpartition(".")
+        unpacked = leaf == "weight" and f"{module}.scales" in arrays and array.dtype != mx.uint32
+        if name in claimed or (mx.issubdtype(array.dtype, mx.floating) and not unpacked):
+            continue
         packed = leaf == "weight" and array.dtype == mx.uint32 and f"{module}.scales" in arrays
         scales = leaf == "scales" and array.dtype == mx.uint8 and f"{module}.weight" in arrays
         numbers = leaf in whole and mx.issubdtype(array.dtype, mx.integer)

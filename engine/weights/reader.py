@@ -81,8 +81,8 @@ def placeholder(info: TensorInfo) -> mx.array:
 
 
 def stored_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Dtypes on disk of the arrays that ``load_arrays`` gives, spelled as in safetensors."""
-    return {name: "U8" if info.dtype == "F4" else info.dtype for name, info in checkpoint.tensors.items()}
+    """Dtypes on disk, spelled as in safetensors."""
+    return {name: info.dtype for name, info in checkpoint.tensors.items()}
 
 
 @contextmanager

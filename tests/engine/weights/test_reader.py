@@ -97,7 +97,7 @@ def test_eight_bit_floats_come_as_bytes_and_keep_their_name(dtype, tmp_path):
 def test_four_bit_floats_come_two_in_a_byte(tmp_path):
     opened = checkpoint(tmp_path, {"a": ("F4", [2, 4], b"\1\2\3\4")})
     assert load_arrays(opened)["a"].tolist() == [[1, 2], [3, 4]]
-    assert stored_dtypes(opened) == {"a": "U8"}
+    assert stored_dtypes(opened) == {"a": "F4"}
     with pytest.raises(CheckpointError, match="inside a byte"):
         load_arrays(checkpoint(tmp_path, {"a": ("F4", [2, 3], b"\1\2\3")}))
 
