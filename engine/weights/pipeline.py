@@ -145,16 +145,12 @@ def prepare(
 
 
 def zero_biases(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], values: bool) -> int:
-    """Remove biases of modules that have none where they are zero; how many there were.
+    """Remove biases that no module has where they are zero; how many there were.
 
     Args:
         values: whether the tensors hold values; without, all such biases count as zero.
     """
-    extra = [
-        name
-        for name in tensors
-        if name.endswith(".bias") and name not in shapes and f"{name.removesuffix('bias')}weight" in tensors
-    ]
+    extra = [name for name in tensors if name.endswith(".bias") and name not in shapes]
     if values:
         extra = [name for name in extra if not mx.any(tensors[name]).item()]
     for name in extra:

@@ -1,4 +1,4 @@
-"""What any checkpoint may carry is ignored and counted: rotary buffers and prediction heads, in every wrapper."""
+"""Rotary buffers and prediction heads, which any checkpoint may carry, are ignored in every wrapper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ ROTARY = (
     "model.layers.{i}.self_attn.rotary_emb.cos_cached",
     "model.layers.{i}.self_attn.rotary_emb.sin_cached",
 )
-HEADS = ("mtp.", "model.mtp.", "model.language_model.mtp.", "language_model.model.mtp.", "language_model.mtp_")
+HEADS = (
+    "mtp.",
+    "model.mtp.",
+    "model.language_model.mtp.",
+    "language_model.model.mtp.",
+    "language_model.mtp_",
+)
 
 
 @pytest.mark.report("C1", "C2")

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU
 
+from mlx_experts.engine.dispatch import verify
+from mlx_experts.engine.dispatch.trace import trace
+from mlx_experts.engine.kernels import activations, expert_weights, fused_kernel
+from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.layers.module_tree import find
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.plugins.builtin.parallel_moe import ExpertLayer
+from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
@@ -85,3 +94,107 @@ def test_a_block_whose_experts_cancel_rounds_once_for_one_row_and_for_many(
     for got in (one, run(spread[:, :3]), run(spread)):
         error = rms(got.astype(mx.float32) - truth) / rms(truth)
         assert error < 4e-3, f"{got.shape[1]} rows: {error:.1e}"
+
+
+def test_one_row_and_many_differ_by_one_rounding_at_most() -> None:
+    _, block, _ = first_block("qwen2_moe")
+    block.update(tree_map(lambda t: t.astype(mx.bfloat16), block.parameters()))
+    mx.random.seed(3)
+    x = mx.random.normal((1, 50, block.input_width)).astype(mx.bfloat16)
+    trace.reset()
+    many = block(x)
+    one = mx.concatenate([block(x[:, i : i + 1]) for i in range(50)], axis=1)
+    assert trace.total("fused") > 0
+    a, b = one.astype(mx.float32), many.astype(mx.float32)
+    assert mx.all(mx.abs(a - b) <= 2.0**-7 * mx.maximum(mx.abs(a), 1e-6)).item()
+
+
+def two_that_cancel(dtype: mx.Dtype) -> nn.Module:
+    """A container of two experts whose outputs are nearly opposite."""
+    mx.random.seed(2)
+    container = SwitchGLU(64, 64, 2)
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        first = container[leaf].weight[0]
+        sign = -1 if leaf == "down_proj" else 1
+        noise = 1e-2 * mx.random.normal(first.shape) * mx.abs(first).mean() if sign < 0 else 0
+        container[leaf].weight = mx.stack([first, sign * first + noise]).astype(dtype)
+    return container
+
+
+@pytest.mark.report("N2")
+@pytest.mark.parametrize("dtype", NARROW, ids=["bf16", "f16"])
+def test_the_one_time_check_takes_the_right_kernel_where_experts_cancel_and_no_wrong_one(
+    dtype: mx.Dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    container, activation = two_that_cancel(dtype), activations.make("swiglu")
+    packed = expert_weights.read(container, activation)
+    request = expert_weights.request_of(
+        packed, activation, rows=1, top_k=2, dtype=dtype, device="cpu", training=False
+    )
+    run = fused_kernel("cpu").prepare(packed, dtype)
+    x = mx.zeros((1, 1, 64), dtype)
+    verify._tried.cache_clear()
+    assert verify.verify_kernel("cpu", run, request, container, x) is run
+    assert not recwarn.list
+
+    def one_expert_alone(x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        return run(x, indices[..., :1], weights[..., :1])
+
+    verify._tried.cache_clear()
+    with pytest.warns(RuntimeWarning, match="computes something else"):
+        refused = verify.verify_kernel("cpu", one_expert_alone, request, container, x)
+    assert isinstance(refused, Decline)
+    verify._tried.cache_clear()
+
+
+def renormalising(name: str) -> bool:
+    family = catalog().load(name)
+    plan = resolve(family, tiny_config(family))
+    return plan.layers[plan.moe_layers[0]].moe.router.select == "topk"
+
+
+@pytest.mark.report("N3")
+@pytest.mark.parametrize("name", [n for n in FAMILIES if renormalising(n)])
+def test_scores_that_all_underflow_give_finite_weights_on_both_paths(name: str) -> None:
+    _, block, _ = first_block(name)
+    router, bound = block._router, block.router
+    bias = None if router.bias_path is None else mx.zeros((router.experts,))
+    for low in (-1e4, -95.0, -40.0, 0.0):
+        logits = mx.full((1, 1, router.experts), low) + mx.arange(router.experts) * 1e-3
+        _, weights = bound.plain(logits, bias)
+        assert mx.all(mx.isfinite(weights)).item(), low
+        run = router.one_launch("cpu")
+        if not isinstance(run, Decline):
+            fused = run(logits, bias)
+            assert mx.allclose(mx.sort(fused[1]), mx.sort(weights), rtol=1e-3).item(), low
+
+
+@pytest.mark.report("N6")
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+def test_a_gpu_that_is_neither_declines_experts_and_router_for_the_same_reason(device: Any) -> None:
+    """This machine has neither, which is what a faked name of a device comes to."""
+    absent = fused_kernel(device).unavailable()
+    if absent is None:
+        pytest.skip("the device is here")
+    _, block, _ = first_block("deepseek_v3")
+    block.use_fused(True)
+    declined = block._router.one_launch(device)
+    assert isinstance(declined, Decline)
+    assert declined.rule == absent.rule
+
+
+@pytest.mark.report("N4")
+@pytest.mark.parametrize("dtype", NARROW, ids=["bf16", "f16"])
+@pytest.mark.parametrize("name", [n for n in catalog().names() if catalog().load(n).backbone is not None])
+def test_models_of_mlx_lm_run_in_narrow_types_on_the_cpu(
+    name: str, dtype: mx.Dtype, lab: Any, tmp_path: Path
+) -> None:
+    model, config = lab.tiny(name)
+    word = "bfloat16" if dtype == mx.bfloat16 else "float16"
+    narrow, _, _ = lab.load(lab.write(tmp_path, lab.parameters(model), config), dtype=word)
+    wide, _, _ = lab.load(tmp_path)
+    cache = make_prompt_cache(narrow)
+    got = mx.concatenate([narrow(lab.ids, cache=cache), narrow(lab.ids[:, :1], cache=cache)], axis=1)
+    want = wide(mx.concatenate([lab.ids, lab.ids[:, :1]], axis=1))
+    distance = mx.linalg.norm(got.astype(mx.float32) - want) / mx.linalg.norm(want)
+    assert distance.item() < 0.3
