@@ -66,9 +66,15 @@ def test_gptqs_biases_of_zeros_are_ignored_and_counted_and_others_refused(
 ) -> None:
     model, config = lab.tiny(name)
     disk = model.converter.export(lab.parameters(model), 0)
-    only = lambda n: (
-        n.endswith(".weight") and ("self_attn" in n or "experts" in n) and "norm" not in n and "kv_b" not in n
-    )  # noqa: E731
+
+    def only(n):
+        return (
+            n.endswith(".weight")
+            and ("self_attn" in n or "experts" in n)
+            and "norm" not in n
+            and "kv_b" not in n
+        )
+
     stored, values = gptq(disk, only)
     quantised = [n.removesuffix("qweight") for n in stored if n.endswith("qweight")]
     zeros = {f"{base}bias": mx.zeros((8,)) for base in quantised if f"{base}bias" not in stored}
