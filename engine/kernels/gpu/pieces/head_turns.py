@@ -29,15 +29,23 @@ def check(rows: Mapping[str, tuple[Heads, int]]) -> Decline | None:
     return None
 
 
-def build(rows: Mapping[str, tuple[Heads, int]], backend: Backend, device: Device, dtype: mx.Dtype) -> Piece:
+def build(
+    rows: Mapping[str, tuple[Heads, int]],
+    backend: Backend,
+    device: Device,
+    dtype: mx.Dtype,
+    *,
+    join: bool = False,
+) -> Piece:
     """The launch: inputs the rows by name, then ``offset`` and ``inverse`` where heads turn.
 
     Args:
         rows: what is done to the heads of each row, and the row's width.
+        join: as in ``row_product.build``.
     """
     inputs: dict[str, mx.array | None] = dict.fromkeys(rows)
     outputs: dict[str, Output] = {}
-    constants, inverse = Constants(), "inverse"
+    constants, inverse = Constants(join), "inverse"
     turn = next((heads.turn for heads, _ in rows.values() if heads.turn is not None), None)
     if turn is not None:
         inputs |= {"offset": None} | ({"inverse": None} if turn.inverse is None else {})

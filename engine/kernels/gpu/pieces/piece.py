@@ -157,14 +157,23 @@ def output_text(outputs: Mapping[str, Output], packed: Packed | None) -> tuple[t
 
 
 class Constants:
-    """Small arrays as one float32 input named ``fixed``."""
+    """Small arrays that stay.
 
-    def __init__(self) -> None:
+    Args:
+        joined: they become one float32 input, which is computed here; otherwise each is an input as it is.
+    """
+
+    def __init__(self, joined: bool) -> None:
+        self._joined, self._apart = joined, dict[str, mx.array]()
         self._parts: list[mx.array] = []
         self._size = 0
 
     def add(self, array: mx.array) -> str:
-        """Keeps a vector, at a multiple of 16 bytes, and returns the C pointer to it."""
+        """Keeps a vector and returns the C pointer to it."""
+        if not self._joined:
+            name = f"fixed{len(self._apart)}"
+            self._apart[name] = array
+            return name
         at, size = self._size, array.size
         room = -(-size // 8) * 8
         vector = array.reshape(-1).astype(mx.float32)
@@ -173,9 +182,9 @@ class Constants:
         return f"(fixed + {at})"
 
     def inputs(self) -> dict[str, mx.array]:
-        """The input, where there is anything to keep. It has eight values or more, as Metal wants."""
+        """The inputs. A joined one has eight values or more, as Metal's address spaces want."""
         if not self._parts:
-            return {}
+            return self._apart
         joined = mx.concatenate(self._parts)
         mx.eval(joined)
         return {"fixed": joined}

@@ -41,6 +41,7 @@ def build(
     *,
     added: float | None = None,
     logit: str = "v",
+    join: bool = False,
 ) -> Piece:
     """The launch for CUDA: outputs ``y0`` (float32 logits), ``normed``, ``chosen`` (uint32) and ``share``.
 
@@ -48,6 +49,7 @@ def build(
     piece must not run twice at once, on two streams.
 
     Args:
+        join: as in ``row_product.build``.
         logit: what is done to a logit ``v``, as a C expression.
     """
     counter = mx.zeros((_COUNTER_WORDS,), dtype=mx.uint32)
@@ -65,7 +67,9 @@ def build(
         + router_settings(steps, "me_logit(me_fresh(y0 + (i)))"),
         tail=normed_text(asked, how.warps) + text("pieces/select.cu") + "{\n" + text("router.h") + "}\n",
     )
-    return row_product.build(asked, backend, "cuda", dtype, label="route", wide=True, how=how, more=more)
+    return row_product.build(
+        asked, backend, "cuda", dtype, label="route", wide=True, join=join, how=how, more=more
+    )
 
 
 def normed_text(asked: RowProduct, warps: int) -> str:

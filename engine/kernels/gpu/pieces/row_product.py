@@ -222,7 +222,8 @@ def _value_text(part: str, product: Product, constants: Constants) -> str:
     stack = product.stack
     value = bias_text(part, replace(stack.projection, bias=False), "v", "row")
     if stack.bias is not None:
-        value = f"({value} + {constants.add(stack.bias[stack.first : stack.first + product.rows])}[row])"
+        bias = constants.add(stack.bias[stack.first : stack.first + product.rows])
+        value = f"({value} + me_value({bias}[row]))"
     if product.clip is not None:
         value = f"me_min(me_max({value}, {-product.clip!r}f), {product.clip!r}f)"
     return value
@@ -269,6 +270,7 @@ def build(
     *,
     label: str = "row_product",
     wide: bool = False,
+    join: bool = False,
     how: Cut | None = None,
     more: Text | None = None,
 ) -> Piece:
@@ -279,10 +281,12 @@ def build(
 
     Args:
         dtype: of the outputs; ``wide`` makes the products' float32.
+        join: makes one array of the norms' weights, biases and frequencies. Not inside a function that MLX
+            traces with the weights as its inputs.
         how: another cut than the default (for tests).
         more: inputs, outputs and text that follow the products' own.
     """
-    how, more, constants = how or cut(asked, device), more or Text(), Constants()
+    how, more, constants = how or cut(asked, device), more or Text(), Constants(join)
     segment = min(asked.width, _SEGMENT[device])
     inputs: dict[str, mx.array | None] = {"x": None}
     inputs |= {n: None for n, on in (("branch", asked.added is not None), ("gate", asked.gate)) if on}

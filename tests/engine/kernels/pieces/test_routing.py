@@ -20,7 +20,8 @@ def run(steps, stored, on_host, make_matrix, change=lambda t: t, added=None):
     matrix = make_matrix(256, steps.num_experts, stored)
     norm = Norm((1 + 0.3 * mx.random.normal((256,))).astype(mx.bfloat16), 1e-6)
     assert routing.check(matrix, norm, steps) is None
-    piece = routing.build(matrix, norm, steps, cuda.BACKEND, mx.bfloat16, added=added, logit="4.0f * v")
+    how = dict(added=added, logit="4.0f * v", join=added is None)
+    piece = routing.build(matrix, norm, steps, cuda.BACKEND, mx.bfloat16, **how)
     x, branch = (mx.random.normal((1, 1, 256)).astype(mx.bfloat16) for _ in range(2))
     bias = 0.1 * mx.random.normal((steps.num_experts,))
     token = {n: {"x": x, "branch": branch, "bias": bias}[n] for n in piece.tokens}
