@@ -18,24 +18,19 @@ from functools import cached_property
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from mlx_experts.engine.kernels.cpu import native
 from mlx_experts.engine.kernels.request import Projection
 
-# Sums may be reordered; infinities and NaNs keep their meaning.
-FLAGS = {"reassoc", "contract", "nsz"}
 LANES = 16  # blocks a step
 ROWS = 4  # rows a step, which share what is read of the input
 # Bytes that a row's data is asked for in advance. The hardware's own prefetching stops at each 4 KiB page:
 # with this, one core reads 19 GB/s of 4-bit experts instead of 10 (EPYC, 2 cores, 2026-11-29).
 AHEAD = 8192
 
-_I8, _I16, _I32, _I64, _F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
-_BYTES = {_I8: 1, _I16: 2, _I32: 4, _F32: 4}
-
-SIGNATURE = types.void(*[types.int64] * 10)
+I8, I16, I32, I64, F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
+_BYTES = {I8: 1, I16: 2, I32: 4, F32: 4}
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ def blocks_of(projection: Projection) -> Blocks:
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class Lanes:
     """Writes operations on vectors of ``count`` 32-bit lanes."""
 
     builder: Any
@@ -76,11 +71,11 @@ class _Lanes:
 
     @cached_property
     def ints(self) -> ir.Type:
-        return ir.VectorType(_I32, self.count)
+        return ir.VectorType(I32, self.count)
 
     @cached_property
     def floats(self) -> ir.Type:
-        return ir.VectorType(_F32, self.count)
+        return ir.VectorType(F32, self.count)
 
     def whole(self, value: int) -> ir.Constant:
         return ir.Constant(self.ints, [value] * self.count)
@@ -91,13 +86,23 @@ class _Lanes:
     def load(self, type_: ir.Type, address: Any, index: Any) -> Any:
         """``count`` elements from element ``index`` on."""
         size = _BYTES[type_]
-        place = self.builder.add(address, self.builder.mul(index, ir.Constant(_I64, size)))
+        place = self.builder.add(address, self.builder.mul(index, ir.Constant(I64, size)))
         pointer = self.builder.inttoptr(place, ir.VectorType(type_, self.count).as_pointer())
         return self.builder.load(pointer, align=size)
 
+    def store(self, floats: Any, address: Any, index: Any) -> None:
+        """``count`` floats to element ``index`` and following."""
+        place = self.builder.add(address, self.builder.mul(index, ir.Constant(I64, 4)))
+        self.builder.store(floats, self.builder.inttoptr(place, self.floats.as_pointer()), align=4)
+
+    def merge(self, first: Any, second: Any, positions: list[int]) -> Any:
+        """Lanes of two vectors, those of the second counted on from the first's."""
+        mask = ir.Constant(ir.VectorType(I32, len(positions)), positions)
+        return self.builder.shuffle_vector(first, second, mask)
+
     def pick(self, vector: Any, positions: list[int]) -> Any:
         """The lanes of a vector at these positions, in this order."""
-        mask = ir.Constant(ir.VectorType(_I32, len(positions)), positions)
+        mask = ir.Constant(ir.VectorType(I32, len(positions)), positions)
         return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
 
     def as_ints(self, floats: Any) -> Any:
@@ -150,14 +155,14 @@ class _Lanes:
     def stored_floats(self, dtype: str, address: Any, index: Any) -> Any:
         """Scales, biases or plain weights as float32."""
         if dtype == "float32":
-            return self.load(_F32, address, index)
-        half = self.builder.zext(self.load(_I16, address, index), self.ints)
+            return self.load(F32, address, index)
+        half = self.builder.zext(self.load(I16, address, index), self.ints)
         return self.as_floats(self.shifted_left(half, 16)) if dtype == "bfloat16" else self.from_f16(half)
 
     def stored_scales(self, projection: Projection, address: Any, index: Any) -> Any:
         if projection.format == "affine":
             return self.stored_floats(projection.dtype, address, index)
-        byte = self.builder.zext(self.load(_I8, address, index), self.ints)
+        byte = self.builder.zext(self.load(I8, address, index), self.ints)
         return self.from_e4m3(byte) if projection.format == "nvfp4" else self.from_e8m0(byte)
 
     def affine_field(self, bits: int, words: list[Any], position: int) -> Any:
@@ -184,28 +189,28 @@ class _Lanes:
         """The sum of the lanes, halves first."""
         lanes = self
         while lanes.count > 1:
-            half = _Lanes(self.builder, lanes.count // 2)
+            half = Lanes(self.builder, lanes.count // 2)
             low, high = (self.pick(floats, list(range(o, o + half.count))) for o in (0, half.count))
             floats, lanes = self.builder.fadd(low, high), half
-        return self.builder.extract_element(floats, ir.Constant(_I32, 0))
+        return self.builder.extract_element(floats, ir.Constant(I32, 0))
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def prefetch(builder: Any, address: Any) -> None:
     """Ask for the cache line at an address, which need not be one that may be read."""
-    byte = _I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    byte = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read_near_data = [ir.Constant(_I32, v) for v in (0, 3, 1)]
+    read_near_data = [ir.Constant(I32, v) for v in (0, 3, 1)]
     builder.call(function, [builder.inttoptr(address, byte), *read_near_data])
 
 
-def _values(lanes: _Lanes, projection: Projection, row: Any, block: Any) -> Callable[[int], Any]:
+def values_of(lanes: Lanes, projection: Projection, row: Any, block: Any) -> Callable[[int], Any]:
     """The weights of ``lanes.count`` blocks of a row, as a function of the position in the block."""
     if projection.format == "plain":
         return lambda position: lanes.stored_floats(projection.dtype, row, block)
     count = blocks_of(projection).words
-    wide = _Lanes(lanes.builder, lanes.count * count)
-    together = wide.load(_I32, row, lanes.builder.mul(block, ir.Constant(_I64, count)))
+    wide = Lanes(lanes.builder, lanes.count * count)
+    together = wide.load(I32, row, lanes.builder.mul(block, ir.Constant(I64, count)))
     words = [lanes.pick(together, list(range(j, wide.count, count))) for j in range(count)]
     if projection.format == "affine":
         return lambda position: lanes.affine_field(projection.bits, words, position)
@@ -214,18 +219,18 @@ def _values(lanes: _Lanes, projection: Projection, row: Any, block: Any) -> Call
     return lambda position: lanes.e2m1_field(words[0], position)
 
 
-def _for_each_block(lanes: _Lanes, per_group: int, block: Any, read: Callable[[_Lanes, Any], Any]) -> Any:
+def for_each_block(lanes: Lanes, per_group: int, block: Any, read: Callable[[Lanes, Any], Any]) -> Any:
     """What ``read(lanes, group)`` gives for groups, spread over the blocks of those groups."""
     builder = lanes.builder
-    group = builder.udiv(block, ir.Constant(_I64, per_group))
+    group = builder.udiv(block, ir.Constant(I64, per_group))
     groups = max(lanes.count // per_group, 1)
     return lanes.pick(
-        read(_Lanes(builder, groups), group), [i * groups // lanes.count for i in range(lanes.count)]
+        read(Lanes(builder, groups), group), [i * groups // lanes.count for i in range(lanes.count)]
     )
 
 
 def _step(
-    lanes: _Lanes,
+    lanes: Lanes,
     projection: Projection,
     rows: list[tuple[Any, Any, Any]],
     x: Any,
@@ -237,11 +242,11 @@ def _step(
     builder = lanes.builder
     blocks = blocks_of(projection)
     per_group = max(projection.group_size // blocks.weights, 1)
-    values = [_values(lanes, projection, row, block) for row, _, _ in rows]
+    values = [values_of(lanes, projection, row, block) for row, _, _ in rows]
     parts: list[Any] = [None] * len(rows)
     for position in range(blocks.weights):
-        at = builder.add(builder.mul(n, ir.Constant(_I64, position)), block)
-        inputs = lanes.load(_F32, x, at)
+        at = builder.add(builder.mul(n, ir.Constant(I64, position)), block)
+        inputs = lanes.load(F32, x, at)
         for r, value in enumerate(values):
             product = builder.fmul(value(position), inputs)
             parts[r] = product if parts[r] is None else builder.fadd(parts[r], product)
@@ -249,16 +254,16 @@ def _step(
         return parts
     for r, (_, scales, biases) in enumerate(rows):
 
-        def scale(few: _Lanes, group: Any, at: Any = scales) -> Any:
+        def scale(few: Lanes, group: Any, at: Any = scales) -> Any:
             return few.stored_scales(projection, at, group)
 
-        def bias(few: _Lanes, group: Any, at: Any = biases) -> Any:
+        def bias(few: Lanes, group: Any, at: Any = biases) -> Any:
             return few.stored_floats(projection.dtype, at, group)
 
-        parts[r] = builder.fmul(parts[r], _for_each_block(lanes, per_group, block, scale))
+        parts[r] = builder.fmul(parts[r], for_each_block(lanes, per_group, block, scale))
         if projection.format == "affine":
             shift = builder.fmul(
-                _for_each_block(lanes, per_group, block, bias), lanes.load(_F32, sums, block)
+                for_each_block(lanes, per_group, block, bias), lanes.load(F32, sums, block)
             )
             parts[r] = builder.fadd(parts[r], shift)
     return parts
@@ -273,77 +278,67 @@ def steps_of(projection: Projection) -> list[int]:
     return sorted({LANES, last} | middle, reverse=True)
 
 
-def _write_rows(projection: Projection, count: int, sizes: list[int]) -> Any:
-    """An intrinsic that writes the products of ``count`` rows, in steps of these numbers of blocks."""
-
+def _write_rows(builder: Any, projection: Projection, count: int, sizes: list[int], arguments: list[Any]) -> None:
+    """Write the products of ``count`` rows, in steps of these numbers of blocks."""
+    weights, scales, biases, row_bytes, scale_bytes, x, sums, n, out = arguments
     width = 4 * blocks_of(projection).words or projection.bits // 8
-
-    @intrinsic
-    def write(
-        typingctx: Any, weights: Any, scales: Any, biases: Any, row_bytes: Any, scale_bytes: Any,
-        x: Any, sums: Any, n: Any, out: Any,
-    ) -> Any:  # fmt: skip
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, scales, biases, row_bytes, scale_bytes, x, sums, n, out = args
-            rows = []
-            for r in range(count):
-                far = ir.Constant(_I64, r)
-                w = builder.add(weights, builder.mul(row_bytes, far))
-                s, b = (builder.add(a, builder.mul(scale_bytes, far)) for a in (scales, biases))
-                rows.append((w, s, b))
-            totals: list[Any] = [ir.Constant(_F32, 0.0)] * count
-            first = ir.Constant(_I64, 0)
-            for size in sizes:
-                lanes = _Lanes(builder, size)
-                held = [cgutils.alloca_once_value(builder, lanes.real(0.0)) for _ in rows]
-                steps = builder.udiv(builder.sub(n, first), ir.Constant(_I64, size))
-                with cgutils.for_range(builder, steps) as loop:
-                    block = builder.add(first, builder.mul(loop.index, ir.Constant(_I64, size)))
-                    ahead = builder.add(
-                        builder.mul(block, ir.Constant(_I64, width)), ir.Constant(_I64, AHEAD)
-                    )
-                    for w, _, _ in rows:
-                        _prefetch(builder, builder.add(w, ahead))
-                    for place, part in zip(
-                        held, _step(lanes, projection, rows, x, sums, n, block), strict=True
-                    ):
-                        builder.store(builder.fadd(builder.load(place), part), place)
-                first = builder.add(first, builder.mul(steps, ir.Constant(_I64, size)))
-                totals = [
-                    builder.fadd(t, lanes.total(builder.load(p))) for t, p in zip(totals, held, strict=True)
-                ]
-            for r, total in enumerate(totals):
-                place = builder.add(out, ir.Constant(_I64, 4 * r))
-                builder.store(total, builder.inttoptr(place, _F32.as_pointer()), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), codegen
-
-    return write
+    rows = []
+    for r in range(count):
+        far = ir.Constant(I64, r)
+        w = builder.add(weights, builder.mul(row_bytes, far))
+        s, b = (builder.add(a, builder.mul(scale_bytes, far)) for a in (scales, biases))
+        rows.append((w, s, b))
+    totals: list[Any] = [ir.Constant(F32, 0.0)] * count
+    first = ir.Constant(I64, 0)
+    for size in sizes:
+        lanes = Lanes(builder, size)
+        held = [cgutils.alloca_once(builder, lanes.floats) for _ in rows]
+        for place in held:
+            builder.store(lanes.real(0.0), place)
+        steps = builder.udiv(builder.sub(n, first), ir.Constant(I64, size))
+        with cgutils.for_range(builder, steps) as loop:
+            block = builder.add(first, builder.mul(loop.index, ir.Constant(I64, size)))
+            ahead = builder.add(builder.mul(block, ir.Constant(I64, width)), ir.Constant(I64, AHEAD))
+            for w, _, _ in rows:
+                prefetch(builder, builder.add(w, ahead))
+            parts = _step(lanes, projection, rows, x, sums, n, block)
+            for place, part in zip(held, parts, strict=True):
+                builder.store(builder.fadd(builder.load(place), part), place)
+        first = builder.add(first, builder.mul(steps, ir.Constant(I64, size)))
+        totals = [builder.fadd(t, lanes.total(builder.load(p))) for t, p in zip(totals, held, strict=True)]
+    for r, total in enumerate(totals):
+        place = builder.add(out, ir.Constant(I64, 4 * r))
+        builder.store(total, builder.inttoptr(place, F32.as_pointer()), align=4)
 
 
-def rows_product(projection: Projection) -> Any:
-    """The compiled product of rows with a vector; takes some tenths of a second to compile.
+def rows_product(projection: Projection) -> native.Native:
+    """The compiled product of rows with a vector.
 
     Returns:
-        A C function ``(weights, scales, biases, row_bytes, scale_bytes, count, x, sums, n, out)``. The first
+        A function ``(weights, scales, biases, row_bytes, scale_bytes, count, x, sums, n, out)``. The first
         three are addresses of the first row's data and ``row_bytes`` and ``scale_bytes`` lead from row to
         row; ``count`` rows are computed; ``x`` is the input by position, ``sums`` its sum over each of the
         ``n`` blocks, ``out`` room for ``count`` floats.
     """
     sizes = steps_of(projection)
-    # Single rows are left over only where a plain stack's rows are no multiple of ROWS.
-    several, one = _write_rows(projection, ROWS, sizes), _write_rows(projection, 1, sizes[-1:])
 
-    def product(w, s, b, row_bytes, scale_bytes, count, x, sums, n, out):  # type: ignore[no-untyped-def]
-        row = 0
-        while row + ROWS <= count:
-            at = row * scale_bytes
-            several(w + row * row_bytes, s + at, b + at, row_bytes, scale_bytes, x, sums, n, out + 4 * row)
-            row += ROWS
-        while row < count:
-            at = row * scale_bytes
-            one(w + row * row_bytes, s + at, b + at, row_bytes, scale_bytes, x, sums, n, out + 4 * row)
-            row += 1
+    def write(builder: Any, arguments: list[Any]) -> None:
+        w, s, b, row_bytes, scale_bytes, count, x, sums, n, out = arguments
+        steps = builder.udiv(count, ir.Constant(I64, ROWS))
+        done = builder.mul(steps, ir.Constant(I64, ROWS))
 
-    return cfunc(SIGNATURE, fastmath=FLAGS, error_model="numpy")(product)
+        def rows_from(row: Any, together: int, sizes: list[int]) -> None:
+            at = builder.mul(row, scale_bytes)
+            places = [builder.add(w, builder.mul(row, row_bytes)), builder.add(s, at), builder.add(b, at)]
+            target = builder.add(out, builder.mul(row, ir.Constant(I64, 4)))
+            _write_rows(
+                builder, projection, together, sizes, [*places, row_bytes, scale_bytes, x, sums, n, target]
+            )
+
+        with cgutils.for_range(builder, steps) as loop:
+            rows_from(builder.mul(loop.index, ir.Constant(I64, ROWS)), ROWS, sizes)
+        # Single rows are left over only where the number of rows is no multiple of ROWS.
+        with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+            rows_from(builder.add(loop.index, done), 1, sizes[-1:])
+
+    return native.function("rows_product", 10, write)

@@ -254,7 +254,7 @@ MUTATIONS = {
     "group": (cpu_rows, "[i * groups // lanes.count", "[0 * groups // lanes.count"),
     "affine bias": (cpu_rows, "builder.fadd(parts[r], shift)", "builder.fsub(parts[r], shift)"),
     "last blocks": (cpu_rows, "return sorted({LANES, last} | middle", "return sorted({LANES} | middle"),
-    "last rows of a task": (cpu_rows, "while row < count:", "while row > count:"),
+    "last rows of a task": (cpu_rows, "builder.sub(count, done)", "builder.sub(done, done)"),
     "expert weight": (cpu_driver, "weights[k] * part", "weights[0] * part"),
     "last task": (cpu_driver, "(f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE", "f // ROWS_AT_ONCE"),
     "sums": (cpu_driver, "sums[block] = total", "sums[block] = 2 * total"),
