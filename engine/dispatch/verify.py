@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.kernels import FusedRun, gather, naive
-from mlx_experts.engine.kernels.cpu.experts import evaluated
+from mlx_experts.engine.kernels.cpu.stacks import evaluated
 from mlx_experts.engine.kernels.expert_weights import SharedExpertWeights
 from mlx_experts.engine.kernels.request import Decline, KernelRequest
 

@@ -27,6 +27,7 @@ from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.dispatch.tuning_cache import Timing
 from mlx_experts.engine.kernels import activations, expert_weights, fused_kernel, gather, naive
 from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.cpu import start
 from mlx_experts.engine.kernels.request import Activation, Decline, Format
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.registry.catalog.public_shapes import Shape
@@ -316,7 +317,7 @@ def read_bandwidth(rounds: int = 7) -> float:
     if current_device() == "cpu":
         if why := cpu.unavailable():
             raise _declined("The read bandwidth of this CPU cannot be measured.", why)
-        checksum = cpu.compiled().checksum
+        checksum = start.compiled().checksum
         numbers = np.ones(count, np.uint32)
         times = interleaved({"read": lambda _: checksum(numbers)}, rounds=rounds)
     else:

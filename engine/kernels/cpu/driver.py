@@ -1,6 +1,7 @@
-"""What numba compiles of the fused CPU computation, for all formats at once: its order, and the router.
+"""What numba compiles of the CPU computation, for all formats at once: its order, and the router.
 
-A stack comes as a vector of integers (``FUNCTION`` and following): addresses, shape and strides. Offsets are
+One row goes through products of packed rows; many rows through tiles of decoded weights (see ``tiles``). A stack
+comes as a vector of integers (``FUNCTION`` and following): addresses, shape and strides. Offsets are
 64-bit. Nothing here checks shapes: the gate has.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -30,11 +32,18 @@ from numba.extending import intrinsic
     WEIGHTS,  # weights a block (P)
     ROW_BYTES,
     SCALE_BYTES,  # bytes of scales, and of biases, a row
-) = range(12)
+    DECODE,  # compiled decoder of rows, or 0 where rows are float32 as the products read them
+    PADDED,  # floats of a decoded row
+) = range(14)
 
 # One task's rows of gate and up; whole blocks of down (at most 32 weights), so that tasks share none.
 ROWS_AT_ONCE = 64
 OUTPUTS_AT_ONCE = 32  # one task's rows of down
+LINE = 16  # floats of a cache line
+TILE, LOW_TILE = 16, 4  # rows of weights that are decoded at once; few while they serve few inputs
+LOW_UP_TO = 12  # inputs
+DEPTH = 1024  # floats of a row that are multiplied at once, so that six inputs stay in the nearest cache
+FEW = 3  # inputs up to which reading packed rows again costs less than decoding them
 
 _FLOAT, _LONG = ir.FloatType(), ir.IntType(64)
 
@@ -66,6 +75,36 @@ def _call_rows(
 
 
 @intrinsic
+def _call_decode(
+    typingctx: Any, function: Any, w: Any, s: Any, b: Any, row_bytes: Any, scale_bytes: Any, count: Any,
+    n: Any, out: Any, stride: Any,
+) -> Any:  # fmt: skip
+    """Call a compiled ``decode_rows`` by address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 9)
+        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), codegen
+
+
+@intrinsic
+def _call_dot(
+    typingctx: Any, function: Any, w: Any, stride: Any, rows: Any, inputs: Any, outputs: Any, count: Any,
+    offset: Any, length: Any, column: Any, add: Any,
+) -> Any:  # fmt: skip
+    """Call a compiled ``dot_tile`` by address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 10)
+        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+
+@intrinsic
 def _call_activation(typingctx: Any, function: Any, g: Any, u: Any, alpha: Any, limit: Any) -> Any:
     """Call a compiled activation by address."""
 
@@ -74,6 +113,14 @@ def _call_activation(typingctx: Any, function: Any, g: Any, u: Any, alpha: Any, 
         return builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
 
     return types.float32(types.int64, *[types.float32] * 4), codegen
+
+
+@njit
+def _room(rows, columns):  # type: ignore[no-untyped-def]
+    """A matrix of zeros that begins at a cache line: a vector that straddles two costs twice."""
+    room = np.zeros(rows * columns + LINE, np.float32)
+    skip = -(np.int64(room.ctypes.data) // 4) % LINE
+    return room[skip : skip + rows * columns].reshape(rows, columns)
 
 
 @njit(inline="always")
@@ -127,14 +174,14 @@ def _run(  # type: ignore[no-untyped-def]
     for k in range(top_k):
         if indices[k] < 0 or indices[k] >= num_experts:
             return k
-    x_up, up_sums = np.empty(h, np.float32), np.empty(up[BLOCKS], np.float32)
+    x_up, up_sums = _room(1, h)[0], np.empty(up[BLOCKS], np.float32)
     _lay_out(up, x, 0, h, x_up, up_sums)
-    x_gate, gate_sums = np.empty(h, np.float32), np.empty(gate[BLOCKS], np.float32)
+    x_gate, gate_sums = _room(1, h)[0], np.empty(gate[BLOCKS], np.float32)
     if gated:
         _lay_out(gate, x, 0, h, x_gate, gate_sums)
 
     tasks = (f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
-    hidden = np.empty((top_k, f), np.float32)
+    hidden = _room(top_k, f)
     hidden_sums = np.empty((top_k, down[BLOCKS]), np.float32)
     for task in prange(top_k * tasks):
         k, first = task // tasks, task % tasks * ROWS_AT_ONCE
@@ -158,6 +205,228 @@ def _run(  # type: ignore[no-untyped-def]
                 total[row] += weights[k] * part[row]
         for row in range(count):
             out[first + row] = total[row]
+    return -1
+
+
+@njit(inline="always")
+def _spread(stack, values, row):  # type: ignore[no-untyped-def]
+    """Put an input in the order of decoded rows, and zeros behind it."""
+    size, blocks = stack[WEIGHTS], stack[BLOCKS]
+    for i in range(blocks):
+        for position in range(size):
+            row[position * blocks + i] = values[i * size + position]
+    for i in range(size * blocks, row.size):
+        row[i] = 0
+
+
+@njit
+def _height(inputs):  # type: ignore[no-untyped-def]
+    """Rows of a tile for this number of inputs."""
+    return LOW_TILE if inputs <= LOW_UP_TO else TILE
+
+
+@njit
+def _addresses(matrix):  # type: ignore[no-untyped-def]
+    """Where each row of a matrix lies; whoever asks keeps the matrix."""
+    return np.int64(matrix.ctypes.data) + np.arange(matrix.shape[0]) * (matrix.shape[1] * matrix.itemsize)
+
+
+@njit(inline="always")
+def _tile(stack, dot, expert, first, count, scratch, inputs, outputs, column):  # type: ignore[no-untyped-def]
+    """``count`` rows of one matrix times several inputs, to ``column`` and following of each one's output.
+
+    ``inputs`` and ``outputs`` are addresses of rows; factors and biases are left out.
+    """
+    at = expert * stack[ROWS] + first
+    weights, stride = stack[WEIGHT] + at * stack[ROW_BYTES], stack[ROW_BYTES]
+    if stack[DECODE] != 0:
+        scales = at * stack[SCALE_BYTES]
+        stride = stack[PADDED] * 4
+        _call_decode(
+            stack[DECODE],
+            weights,
+            stack[SCALES] + scales,
+            stack[BIASES] + scales,
+            stack[ROW_BYTES],
+            stack[SCALE_BYTES],
+            count,
+            stack[BLOCKS],
+            scratch.ctypes.data,
+            stride,
+        )
+        weights = scratch.ctypes.data
+    for offset in range(0, stack[PADDED], DEPTH):
+        length = min(DEPTH, stack[PADDED] - offset)
+        _call_dot(
+            dot,
+            weights,
+            stride,
+            count,
+            inputs.ctypes.data,
+            outputs.ctypes.data,
+            inputs.size,
+            offset,
+            length,
+            column,
+            offset,
+        )
+
+
+@njit(inline="always")
+def _completed(stack, expert, row, value):  # type: ignore[no-untyped-def]
+    """A product of one row with the factor and the bias that its matrix has."""
+    if stack[FACTOR] != 0:
+        value *= _read(stack[FACTOR], expert)
+    if stack[BIAS] != 0:
+        value += _read(stack[BIAS], expert * stack[ROWS] + row)
+    return value
+
+
+def _linear(stack, dot, parts, x, out):  # type: ignore[no-untyped-def]
+    """Fill ``out`` [R, N] with the products of one matrix with the rows of ``x`` [R, M]."""
+    count, width, rows = x.shape[0], x.shape[1], stack[ROWS]
+    if count <= FEW:
+        planes = _room(count, width)
+        sums = np.empty((count, stack[BLOCKS]), np.float32)
+        for r in range(count):
+            _lay_out(stack, x[r], 0, width, planes[r], sums[r])
+        for task in prange((rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
+            first = task * ROWS_AT_ONCE
+            some = min(ROWS_AT_ONCE, rows - first)
+            for r in range(count):
+                _rows(stack, 0, first, some, planes[r], sums[r], out[r, first : first + some])
+        return
+    padded = stack[PADDED]
+    spread = _room(count, padded)
+    for r in prange(count):
+        _spread(stack, x[r], spread[r])
+    height = _height(count)
+    tiles = (rows + height - 1) // height
+    parts = min(tiles, parts)
+    for part in prange(parts):
+        scratch = _room(height, padded)
+        inputs, outputs = _addresses(spread), _addresses(out)
+        for tile in range(tiles * part // parts, tiles * (part + 1) // parts):
+            first = tile * height
+            some = min(height, rows - first)
+            _tile(stack, dot, 0, first, some, scratch, inputs, outputs, first)
+            for r in range(count):
+                for i in range(first, first + some):
+                    out[r, i] = _completed(stack, 0, i, out[r, i])
+
+
+def _run_many(  # type: ignore[no-untyped-def]
+    gated, gate, up, down, act, alpha, limit, num_experts, dot, parts, x, indices, weights, out
+):
+    """Fill ``out`` [T, H] for T tokens; returns -1, or the position of the first index that is no expert.
+
+    The pairs of a token and an expert are ordered by expert. Each part of the work takes its share of the rows of
+    every matrix in use, so that all threads have as much to do however the tokens are spread over the experts, and
+    adds to an output in the order of the experts.
+    """
+    tokens, top_k = indices.shape
+    h, f, pairs = x.shape[1], up[ROWS], indices.size
+    flat = indices.reshape(pairs)
+    begins = np.zeros(num_experts + 1, np.int64)
+    for pair in range(pairs):
+        if flat[pair] < 0 or flat[pair] >= num_experts:
+            return pair
+        begins[flat[pair] + 1] += 1
+    most = 0
+    for e in range(num_experts):
+        most = max(most, begins[e + 1])
+        begins[e + 1] += begins[e]
+    order, filled = np.empty(pairs, np.int64), begins.copy()
+    for pair in range(pairs):
+        order[filled[flat[pair]]] = pair
+        filled[flat[pair]] += 1
+
+    planes_up, sums_up = _room(tokens, h), np.empty((tokens, up[BLOCKS]), np.float32)
+    planes_gate, sums_gate = _room(tokens, h), np.empty((tokens, gate[BLOCKS]), np.float32)
+    spread_up = _room(tokens, up[PADDED])
+    spread_gate = _room(tokens, gate[PADDED])
+    for t in prange(tokens):
+        _lay_out(up, x[t], 0, h, planes_up[t], sums_up[t])
+        _spread(up, x[t], spread_up[t])
+        if gated:
+            _lay_out(gate, x[t], 0, h, planes_gate[t], sums_gate[t])
+            _spread(gate, x[t], spread_gate[t])
+        out[t, :] = 0
+
+    hidden = _room(pairs, down[PADDED])
+    hidden_sums = np.empty((pairs, down[BLOCKS]), np.float32)
+    step = ROWS_AT_ONCE  # whole blocks of down, so that tasks share none
+    tasks = (f + step - 1) // step
+    shares = min(tasks, parts)
+    for part in prange(shares):
+        scratch = _room(TILE, max(up[PADDED], gate[PADDED]))
+        u, g = np.empty((most, step), np.float32), np.empty((most, step), np.float32)
+        to_u, to_g = _addresses(u), _addresses(g)
+        from_up, from_gate = _addresses(spread_up)[order // top_k], _addresses(spread_gate)[order // top_k]
+        for e in range(num_experts):
+            begin, number = begins[e], begins[e + 1] - begins[e]
+            if number == 0:
+                continue
+            for task in range(tasks * part // shares, tasks * (part + 1) // shares):
+                first = task * step
+                count = min(step, f - first)
+                if number <= FEW:
+                    for r in range(number):
+                        token = order[begin + r] // top_k
+                        _rows(up, e, first, count, planes_up[token], sums_up[token], u[r])
+                        if gated:
+                            _rows(gate, e, first, count, planes_gate[token], sums_gate[token], g[r])
+                else:
+                    end, height = begin + number, _height(number)
+                    for row in range(0, count, height):
+                        some, at = min(height, count - row), first + row
+                        _tile(up, dot, e, at, some, scratch, from_up[begin:end], to_u, row)
+                        if gated:
+                            _tile(gate, dot, e, at, some, scratch, from_gate[begin:end], to_g, row)
+                    for r in range(number):
+                        for row in range(count):
+                            u[r, row] = _completed(up, e, first + row, u[r, row])
+                            if gated:
+                                g[r, row] = _completed(gate, e, first + row, g[r, row])
+                for r in range(number):
+                    for row in range(count):
+                        value = u[r, row]
+                        u[r, row] = _call_activation(act, g[r, row] if gated else value, value, alpha, limit)
+                    if number <= FEW:
+                        _lay_out(down, u[r], first, count, hidden[begin + r], hidden_sums[begin + r])
+                    else:
+                        for row in range(count):
+                            block, position = (first + row) // down[WEIGHTS], (first + row) % down[WEIGHTS]
+                            hidden[begin + r, position * down[BLOCKS] + block] = u[r, row]
+
+    tiles = (h + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    shares = min(tiles, parts)
+    for part in prange(shares):
+        scratch = _room(TILE, down[PADDED])
+        y = np.empty((most, ROWS_AT_ONCE), np.float32)
+        to_y, from_hidden = _addresses(y), _addresses(hidden)
+        for e in range(num_experts):
+            begin, end = begins[e], begins[e + 1]
+            number = end - begin
+            if number == 0:
+                continue
+            for tile in range(tiles * part // shares, tiles * (part + 1) // shares):
+                first = tile * ROWS_AT_ONCE
+                count = min(ROWS_AT_ONCE, h - first)
+                if number <= FEW:
+                    for r in range(number):
+                        _rows(down, e, first, count, hidden[begin + r], hidden_sums[begin + r], y[r])
+                else:
+                    height = _height(number)
+                    for row in range(0, count, height):
+                        some, at = min(height, count - row), first + row
+                        _tile(down, dot, e, at, some, scratch, from_hidden[begin:end], to_y, row)
+                for r in range(number):
+                    pair = order[begin + r]
+                    token, share = pair // top_k, weights[pair // top_k, pair % top_k]
+                    for row in range(count):
+                        value = y[r, row] if number <= FEW else _completed(down, e, first + row, y[r, row])
+                        out[token, first + row] += share * value
     return -1
 
 
@@ -190,15 +459,29 @@ def _kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[...,
         return njit(**options)(function)
 
 
-def _compile(name: str, parallel: bool) -> Callable[..., Any]:
-    """numba files compiled code under the function's name, so the two forms of ``_run`` need two names."""
-    function = FunctionType(_run.__code__.replace(co_name=name, co_qualname=name), globals(), name)
-    function.__qualname__ = name
-    return _kept_on_disk(function, parallel=parallel, nogil=True, error_model="numpy")
+@dataclass(frozen=True)
+class Forms:
+    """The two compilations of one computation."""
+
+    parallel: Callable[..., Any]
+    serial: Callable[..., Any]
 
 
-parallel = _compile("parallel", True)
-serial = _compile("serial", False)
+def _compile(function: FunctionType) -> Forms:
+    """Both forms; numba files compiled code under the function's name, so they need two names."""
+
+    def form(kind: str, parallel: bool) -> Callable[..., Any]:
+        name = f"{function.__name__.removeprefix('_')}_{kind}"
+        made = FunctionType(function.__code__.replace(co_name=name, co_qualname=name), globals(), name)
+        made.__qualname__ = name
+        return _kept_on_disk(made, parallel=parallel, nogil=True, error_model="numpy")
+
+    return Forms(form("parallel", True), form("serial", False))
+
+
+one_token = _compile(_run)
+many_tokens = _compile(_run_many)
+linear = _compile(_linear)
 
 
 @njit(parallel=True, cache=False)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from mlx_experts.engine.kernels.cpu.experts import TRANSFORMED, compiled, evaluated, unavailable
+from mlx_experts.engine.kernels.cpu.stacks import TRANSFORMED, evaluated
+from mlx_experts.engine.kernels.cpu.start import compiled, unavailable
 from mlx_experts.engine.kernels.request import Decline
 
 if TYPE_CHECKING:

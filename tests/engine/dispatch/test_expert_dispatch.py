@@ -18,6 +18,7 @@ from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
 from mlx_experts.engine.dispatch.policy import SWITCH, WIDTH_BOUND
 from mlx_experts.engine.kernels import activations, expert_weights, gather, naive
 from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.cpu import start
 from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.tools.bench_experts import relative_rms
@@ -290,7 +291,7 @@ def test_a_module_that_holds_it_has_only_its_own_parameters(container, token):
 
 
 def test_threads_get_equal_results_and_every_call_is_counted(container, token, fresh_trace, monkeypatch):
-    monkeypatch.setattr(cpu, "PARALLEL_FROM", 0)
+    monkeypatch.setattr(start, "PARALLEL_FROM", 0)
     c, dispatch = container(), ExpertDispatch("layers.0", SWIGLU)
     calls = [token(seed=s) for s in range(4)]
     wanted = [dispatch(c, *call) for call in calls]
@@ -315,17 +316,17 @@ def test_without_numba_calls_gather_and_the_trace_says_how_to_get_it(
     container, token, fresh_trace, monkeypatch
 ):
     for name in [
-        n for n in sys.modules if n.startswith(("numba", "llvmlite", "mlx_experts.engine.kernels.cpu_"))
+        n for n in sys.modules if n.startswith(("numba", "llvmlite", "mlx_experts.engine.kernels.cpu."))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("mlx_experts.engine.kernels.cpu.driver", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
-    cpu._numba.cache_clear()
+    start._numba.cache_clear()
     try:
         ExpertDispatch("layers.0", SWIGLU)(container(), *token())
     finally:
-        cpu._numba.cache_clear()
+        start._numba.cache_clear()
     (row,) = fresh_trace.snapshot()
     assert (row.path, row.reason) == ("gather", "numba")
     assert "mlx-experts[cpu]" in row.note

@@ -16,6 +16,7 @@ from mlx_experts.engine.kernels import activations, expert_weights, naive
 from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 from mlx_experts.engine.kernels.cpu import experts as cpu
 from mlx_experts.engine.kernels.cpu import rows as cpu_rows
+from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.kernels.request import Accept, Projection
 from mlx_experts.engine.tools.bench_experts import relative_rms
 
@@ -33,7 +34,7 @@ CONSTANTS = {
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs start as NaN, so that one that is not written is seen."""
-    monkeypatch.setattr(cpu, "_fresh", lambda shape: np.full(shape, np.nan, np.float32))
+    monkeypatch.setattr(stacks, "fresh", lambda shape: np.full(shape, np.nan, np.float32))
 
 
 def _poison_heap(sizes=(16, 128, 192, 512, 2048, 8192)):
@@ -134,9 +135,9 @@ def test_both_compilations_give_the_same_bits(container, token, stored, monkeypa
     c = container(hidden=256, width=704, stored=stored("affine", 4, 64))
     run = cpu.prepare(expert_weights.read(c, activations.make("swiglu")), mx.float32)
     call = token(hidden=256)
-    monkeypatch.setattr(cpu, "PARALLEL_FROM", 1 << 62)
+    monkeypatch.setattr(start, "PARALLEL_FROM", 1 << 62)
     once = run(*call)
-    monkeypatch.setattr(cpu, "PARALLEL_FROM", 0 if threads == "parallel" else 1 << 62)
+    monkeypatch.setattr(start, "PARALLEL_FROM", 0 if threads == "parallel" else 1 << 62)
     assert all(mx.array_equal(run(*call), once) for _ in range(20))
 
 
@@ -153,7 +154,8 @@ def test_one_thread_at_a_time_is_in_the_compiled_code(container, token, monkeypa
         inside.pop()
         return -1
 
-    monkeypatch.setattr(cpu, "compiled", lambda: SimpleNamespace(parallel=entered, serial=entered))
+    forms = cpu_driver.Forms(entered, entered)
+    monkeypatch.setattr(start, "compiled", lambda: SimpleNamespace(one_token=forms))
     threads = [threading.Thread(target=run, args=call) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -185,9 +187,9 @@ def _row_alone(kind, words, scales, x):
     planes = np.ascontiguousarray((parts * np.array(blocks.scales, np.float32)).T)
     sums, out = parts.sum(axis=1), np.full(1, np.nan, np.float32)
     mx.eval(words, *([] if scales is None else [scales]))
-    data = [cpu.address(words), 0 if scales is None else cpu.address(scales), 0]
+    data = [stacks.address(words), 0 if scales is None else stacks.address(scales), 0]
     rest = [planes.ctypes.data, sums.ctypes.data, len(parts), out.ctypes.data]
-    cpu._rows_function(kind).ctypes(*data, 0, 0, 1, *rest)
+    stacks.rows_function(kind).ctypes(*data, 0, 0, 1, *rest)
     return out[0]
 
 
@@ -270,9 +272,9 @@ def test_a_planted_fault_is_caught(container, token, stored, monkeypatch, name):
     monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
     exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
     if module is cpu_driver:
-        monkeypatch.setattr(cpu, "_numba", lambda: mutant)
+        monkeypatch.setattr(start, "_numba", lambda: mutant)
     else:
-        monkeypatch.setattr(cpu, "_rows_function", mutant.rows_product)
+        monkeypatch.setattr(stacks, "rows_function", mutant.rows_product)
         monkeypatch.setattr(cpu_rows, "blocks_of", mutant.blocks_of)
     # 3-bit groups of 32 leave blocks over after whole steps, a step at 4 bits holds several groups, and
     # 33 plain rows leave rows over.
@@ -288,8 +290,8 @@ def test_a_planted_fault_is_caught(container, token, stored, monkeypatch, name):
 def test_the_driver_reads_beyond_four_gibibytes():
     """An offset of more than 32 bits, from an address made up so that the sum hits a small array."""
     row, cols, expert = np.arange(8, dtype=np.float32), 8, 1 << 28
-    stack = np.zeros(12, np.int64)
-    stack[cpu_driver.FUNCTION] = cpu._rows_function(Projection("plain", 32, 0, 0, 0, "float32")).address
+    stack = np.zeros(14, np.int64)
+    stack[cpu_driver.FUNCTION] = stacks.rows_function(Projection("plain", 32, 0, 0, 0, "float32")).address
     stack[cpu_driver.ROWS], stack[cpu_driver.ROW_BYTES], stack[cpu_driver.BLOCKS] = 1, cols * 4, cols
     stack[cpu_driver.WEIGHT] = row.ctypes.data - expert * cols * 4
     x, out = np.ones(8, np.float32), np.zeros(1, np.float32)

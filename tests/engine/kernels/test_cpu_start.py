@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlx_experts.engine.kernels.cpu import driver as cpu_driver
-from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.cpu import start as cpu
 
 DEMO = str(files("mlx_experts") / "demo")
 CASES = {

@@ -1,0 +1,68 @@
+"""A linear layer on the CPU, straight from its stored weights, for any number of rows.
+
+MLX 0.32 multiplies packed weights on one thread at 0.3 GB/s in float32 and at 0.03 GB/s in bfloat16, with sums in
+the dtype of the activations. Here sums are float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_experts.engine.kernels.cpu import stacks, start
+from mlx_experts.engine.kernels.cpu.stacks import address
+from mlx_experts.engine.kernels.expert_weights import Stack
+from mlx_experts.engine.kernels.request import Decline
+
+
+class FusedLinear:
+    """One matrix ``[N, M]``, ready for any number of rows.
+
+    Args:
+        stack: a stack of one, evaluated and without gaps.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack, self._arrays = stack, tuple(stack.arrays())
+        self._bytes = sum(a.nbytes for a in self._arrays)
+        self._place()
+
+    def _place(self) -> None:
+        self._addresses = tuple(map(address, self._arrays))
+        self._plan = stacks.plan(self._stack)
+
+    def __call__(self, x: mx.array) -> mx.array | Decline:
+        """``x W^T + bias`` for ``x`` ``[..., M]``, in the dtype of ``x``, rounded once.
+
+        A Decline inside a function transformation, which has no values to read.
+        """
+        wide = x.astype(mx.float32)
+        if not stacks.evaluated(wide):
+            return stacks.TRANSFORMED
+        if tuple(map(address, self._arrays)) != self._addresses:
+            self._place()
+        out = stacks.fresh((*x.shape[:-1], self._stack.projection.rows))
+        rows = stacks.rows_of(wide)
+        self.fill(rows, out.reshape(len(rows), -1))
+        return mx.array(out).astype(x.dtype)
+
+    def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Fill ``out`` [R, N] from float32 rows [R, M]."""
+        large = self._bytes * len(rows) >= start.PARALLEL_FROM
+        parts, dot = start.parts() if large else 1, stacks.dot_function().address
+        start.run(start.compiled().linear, large, self._plan.numbers, dot, parts, rows, out)
+
+
+def prepare(stack: Stack) -> FusedLinear | Decline:
+    """The kernel for one matrix, or why its arrays cannot be read."""
+    arrays = stack.arrays()
+    if not stacks.evaluated(*arrays):
+        return stacks.TRANSFORMED  # the weights themselves are being differentiated
+    if not all(memoryview(a).c_contiguous for a in arrays):  # type: ignore[arg-type]
+        return Decline(
+            "contiguous",
+            "weights without gaps",
+            "a view into a larger array",
+            "Make the weights contiguous when loading.",
+        )
+    return FusedLinear(stack)

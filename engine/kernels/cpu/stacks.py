@@ -1,0 +1,135 @@
+"""A stack of matrices as compiled code reads it, and arrays as it reads and writes them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_experts.engine.kernels.expert_weights import Stack, global_factor
+from mlx_experts.engine.kernels.request import Decline, Projection
+
+
+@lru_cache(maxsize=64)
+def rows_function(projection: Projection) -> Any:
+    """The compiled product of rows; a plan, which calls it by its address, holds it too."""
+    from mlx_experts.engine.kernels.cpu.rows import rows_product
+
+    return rows_product(projection)
+
+
+@lru_cache(maxsize=64)
+def decode_function(projection: Projection) -> Any:
+    """The compiled decoder of rows."""
+    from mlx_experts.engine.kernels.cpu.tiles import decode_rows
+
+    return decode_rows(projection)
+
+
+@lru_cache(maxsize=1)
+def dot_function() -> Any:
+    """The compiled product of decoded rows with inputs."""
+    from mlx_experts.engine.kernels.cpu.tiles import dot_tile
+
+    return dot_tile()
+
+
+def _kind(projection: Projection) -> Projection:
+    """The part of a projection that the compiled code depends on."""
+    return replace(projection, rows=0, cols=0, bias=False, global_scale=False)
+
+
+def address(array: mx.array) -> int:
+    """Where the data of an evaluated array without gaps lies."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+
+
+def float32(array: mx.array | None) -> np.ndarray:
+    """A small array as float32; empty for None."""
+    if array is None:
+        return np.empty(0, np.float32)
+    return np.ascontiguousarray(np.array(array.astype(mx.float32)))
+
+
+def rows_of(array: mx.array) -> np.ndarray:
+    """An evaluated array as a matrix without gaps, its last axis along the rows; copied only where it has gaps."""
+    return np.ascontiguousarray(np.array(array, copy=False)).reshape(-1, array.shape[-1])
+
+
+def held(*arrays: mx.array | None) -> list[mx.array]:
+    """Second holders of arrays that were copied: MLX then puts a change in place elsewhere, as is noticed."""
+    holders = [a[...] for a in arrays if a is not None]
+    mx.eval(holders)
+    return holders
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One stack as the driver reads it, and what must stay alive while it may be called."""
+
+    numbers: np.ndarray
+    alive: tuple[Any, ...]
+
+
+def plan(stack: Stack) -> Plan:
+    """The numbers of ``cpu_driver``'s legend for one stack."""
+    from mlx_experts.engine.kernels.cpu.rows import blocks_of
+    from mlx_experts.engine.kernels.cpu.tiles import PADDING
+
+    p = stack.projection
+    function = rows_function(_kind(p))
+    as_stored = p.format == "plain" and p.dtype == "float32" and p.cols % PADDING == 0
+    decode = None if as_stored else decode_function(_kind(p))
+    blocks = blocks_of(p)
+    plane_scales = np.array(blocks.scales, np.float32)
+    bias = float32(stack.bias)
+    factor = float32(None if stack.global_scale is None else global_factor(stack.global_scale))
+    planes = (stack.weight, stack.scales, stack.biases)
+    row_bytes = [0 if a is None else a.itemsize * a.shape[-1] for a in planes]
+    begins = [
+        0 if a is None else address(a) + stack.first * n for a, n in zip(planes, row_bytes, strict=True)
+    ]
+    numbers = [
+        function.address,
+        *begins,
+        bias.ctypes.data + stack.first * bias.itemsize if bias.size else 0,
+        factor.ctypes.data if factor.size else 0,
+        plane_scales.ctypes.data,
+        p.rows,
+        p.cols // blocks.weights,
+        blocks.weights,
+        *row_bytes[:2],
+        0 if decode is None else decode.address,
+        -(-p.cols // PADDING) * PADDING,
+    ]
+    copied = held(stack.bias, stack.global_scale)
+    return Plan(np.array(numbers, np.int64), (function, decode, plane_scales, bias, factor, *copied))
+
+
+TRANSFORMED = Decline(
+    "transformation",
+    "a call outside compile, grad and vmap",
+    "a call inside one",
+    "The CPU kernels read values; leave the call out of the transformed function.",
+)
+
+
+def fresh(shape: tuple[int, ...]) -> np.ndarray:
+    """Room for the output; tests fill it with NaN."""
+    return np.empty(shape, np.float32)
+
+
+def evaluated(*arrays: mx.array) -> bool:
+    """Compute the arrays, or say False when MLX is only tracing them."""
+    try:
+        mx.async_eval(*arrays)
+    except ValueError as error:
+        if "graph transformation" not in str(error):
+            raise
+        return False
+    mx.eval(*arrays)
+    return True

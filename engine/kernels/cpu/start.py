@@ -1,0 +1,83 @@
+"""Whether numba is there and starts, and who may run its threads.
+
+Imported before numba is: a machine without it learns here why the CPU kernels are left alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from mlx_experts.engine.kernels.request import Decline
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mlx_experts.engine.kernels.cpu.driver import Forms
+
+# One parallel region at a time: numba's portable thread pool aborts the process on concurrent use.
+LOCK = threading.Lock()
+
+# One start at a time: it changes the environment for as long as it lasts.
+_STARTING = threading.Lock()
+
+# Below this many bytes of weights a token, waking the other threads costs more than they save.
+PARALLEL_FROM = 1 << 18
+
+
+def unavailable() -> Decline | None:
+    """Why this machine cannot run the kernel, or None."""
+    driver = _numba()
+    return driver if isinstance(driver, Decline) else None
+
+
+@lru_cache(maxsize=1)
+def _numba() -> ModuleType | Decline:
+    """``cpu_driver`` with its threads started, or why numba is not there or does not work."""
+    try:
+        import numba
+    except ModuleNotFoundError as error:
+        if error.name not in ("numba", "llvmlite"):
+            raise
+        return Decline("numba", "numba installed", "no numba", "pip install 'mlx-experts[cpu]'")
+    except ImportError as error:  # numba refuses a NumPy that it does not know
+        return _not_started(error, "Install a numba and a NumPy that belong together.")
+    except ValueError as error:
+        return _not_started(error, "Unset NUMBA_NUM_THREADS, or set it to 1 or more.")
+    if numba.config.DISABLE_JIT:
+        return Decline("numba", "numba that compiles", "NUMBA_DISABLE_JIT set", "Unset NUMBA_DISABLE_JIT.")
+    from mlx_experts.engine.kernels.cpu import driver as cpu_driver
+
+    try:
+        with _STARTING:
+            cpu_driver.start_threads()
+    except ValueError as error:
+        return _not_started(
+            error,
+            "Unset NUMBA_THREADING_LAYER and NUMBA_THREADING_LAYER_PRIORITY, or name a layer that is here.",
+        )
+    return cpu_driver
+
+
+def _not_started(error: Exception, hint: str) -> Decline:
+    """The Decline for what numba said at its start; its first line; further ones are its own advice."""
+    return Decline("numba", "numba that starts", str(error).splitlines()[0].rstrip("."), hint)
+
+
+def run(forms: Forms, large: bool, *arguments: Any) -> Any:
+    """Run one computation, on all threads where it is large."""
+    with LOCK:
+        return (forms.parallel if large else forms.serial)(*arguments)
+
+
+def parts() -> int:
+    """Into how many pieces a large computation is cut: some for each thread, so that none waits long."""
+    return 4 * int(compiled().get_num_threads())
+
+
+def compiled() -> ModuleType:
+    """``cpu_driver``, on a machine that ``unavailable`` has not turned away."""
+    driver = _numba()
+    assert not isinstance(driver, Decline)
+    return driver
