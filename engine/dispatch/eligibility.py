@@ -16,6 +16,7 @@ from mlx_experts.engine.kernels.activations import ExpertActivation, names
 from mlx_experts.engine.kernels.activations import lookup as lookup_activation
 from mlx_experts.engine.kernels.request import (
     Accept,
+    Activation,
     Decline,
     Device,
     KernelRequest,
@@ -37,6 +38,7 @@ class Limits:
         groups: the group sizes by format.
         multiple: H and F must be multiples of this (and of the group, when quantised).
         form: which form of the activation the kernel needs.
+        rows: the most token rows; None for any number.
         shared: what storage a shared expert may have to be added by the same launches: ``any`` that the
             kernel takes, the ``same`` as the routed experts', or ``none``.
     """
@@ -47,6 +49,7 @@ class Limits:
     form: Literal["scalar", "c"]
     shared: Literal["any", "same", "none"]
     dtypes: frozenset[str] = _FLOATS
+    rows: int | None = 1
 
 
 _BITS = {
@@ -65,7 +68,7 @@ _GROUPS = {
 }
 
 LIMITS: Mapping[Device, Limits] = {
-    "cpu": Limits(_BITS, _GROUPS, multiple=1, form="scalar", shared="any"),
+    "cpu": Limits(_BITS, _GROUPS, multiple=1, form="scalar", shared="any", rows=None),
     "cuda": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="same"),
     # No Metal device has measured whether it pays.
     "metal": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="none"),
@@ -98,11 +101,13 @@ def _training(request: KernelRequest, policy: Policy, limits: Limits) -> Decline
 
 
 def _rows(request: KernelRequest, policy: Policy, limits: Limits) -> Decline | None:
-    """One token row."""
-    if request.rows == 1:
+    """No more token rows than the kernel takes."""
+    most = request.rows if limits.rows is None else limits.rows
+    if 1 <= request.rows <= most:
         return None
+    wanted = "1 or more" if limits.rows is None else "1" if most == 1 else f"1 to {most}"
     return Decline(
-        "rows", "1", str(request.rows), "Prompts and batches share experts: gathering is right here."
+        "rows", wanted, str(request.rows), "Prompts and batches share experts: gathering is right here."
     )
 
 
@@ -262,6 +267,49 @@ def check(request: KernelRequest, policy: Policy) -> Verdict:
     limits = LIMITS[request.device]
     for rule in RULES:
         objection = rule(request, policy, limits)
+        if objection is not None:
+            return objection
+    return Accept(request.device)
+
+
+_LINEAR_RULES: tuple[Rule, ...] = (
+    _switch,
+    _adapted,
+    _training,
+    _dtype,
+    _format,
+    _group_size,
+    _scale_dtype,
+    _global_scale,
+    _widths,
+)
+_NO_MATRIX = Projection(format="plain", bits=0, group_size=0, rows=0, cols=0, dtype="")
+
+
+def linear_request(
+    projection: Projection | None, *, rows: int, dtype: str, device: Device, training: bool
+) -> KernelRequest:
+    """What a linear layer asks of the kernel; ``projection`` None means a layer that is not MLX's own."""
+    matrix = projection or _NO_MATRIX
+    return KernelRequest(
+        rows=rows,
+        top_k=1,
+        num_experts=1,
+        gate=None,
+        up=matrix,
+        down=matrix,
+        activation=Activation("none", gated=False),
+        dtype=dtype,
+        device=device,
+        training=training,
+        adapted=projection is None,
+    )
+
+
+def check_linear(request: KernelRequest, policy: Policy) -> Verdict:
+    """May the kernel take a linear layer? The rules of experts that are about one matrix."""
+    for rule in _LINEAR_RULES:
+        objection = rule(request, policy, LIMITS[request.device])
         if objection is not None:
             return objection
     return Accept(request.device)

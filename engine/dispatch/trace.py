@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
-Path = Literal["fused", "gather"]
+Path = Literal["fused", "gather", "mlx"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TraceRow:
 
     Args:
         layer: the layer's module path.
-        path: ``fused`` or ``gather``.
+        path: ``fused`` or ``gather``; of a linear layer ``fused`` or ``mlx``.
         rows: token rows of the call: ``1``, ``2``, then powers of two as ``3-4``, ``5-8`` ...
         reason: the kernel's name when fused, else the name of the gate rule that declined.
         count: calls.
@@ -143,3 +143,5 @@ def _layers(group: list[TraceRow]) -> str:
 
 
 trace = Trace()
+# Linear layers are counted apart: there are several of them for each call of experts.
+linear_trace = Trace()

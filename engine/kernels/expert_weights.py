@@ -159,7 +159,8 @@ def read_stack(
 ) -> Stack | None:
     """A projection's request and arrays, or None when it is of neither class."""
     bias = module.get("bias")
-    kind: type = type(module)  # exact: a subclass may compute something else
+    # Exact, because a subclass may compute something else; one that does not says so itself.
+    kind: type = vars(type(module)).get("computes", type(module))
     if kind is plain:
         weight = module["weight"]
         projection = Projection(
@@ -223,6 +224,11 @@ def read_shared(
 
 def _dense(module: nn.Module) -> Stack | None:
     return read_stack(module, nn.Linear, nn.QuantizedLinear)
+
+
+def read_dense(module: nn.Module) -> Stack | None:
+    """A linear layer's, or an embedding's, request and arrays, or None when it is neither of MLX's."""
+    return _dense(module) or read_stack(module, nn.Embedding, nn.QuantizedEmbedding)
 
 
 # Stands for a projection that is not mlx-lm's own; the gate declines before it looks at one.

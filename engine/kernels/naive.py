@@ -54,6 +54,11 @@ def _product(stack: Stack, expert: int, v: mx.array) -> mx.array:
     return y + bias[stack.first : stack.first + stack.projection.rows].astype(mx.float32)
 
 
+def linear_in_float32(stack: Stack, x: mx.array) -> mx.array:
+    """``x W^T + bias`` of a stack of one for the rows of ``x`` ``[R, cols]``, not yet rounded."""
+    return mx.stack([_product(stack, 0, row) for row in x.astype(mx.float32)])
+
+
 def _through(experts: ExpertWeights, expert: int, x: mx.array) -> mx.array:
     """One expert's output for one row, float32."""
     gate = None if experts.gate is None else _product(experts.gate, expert, x)

@@ -202,7 +202,7 @@ def _replace(parent: nn.Module, path: str, module: nn.Module) -> None:
 
 def _linear(parent: nn.Module, path: str) -> nn.Module:
     module: nn.Module = find(parent, path)
-    if type(module) not in (nn.Linear, nn.QuantizedLinear):
+    if vars(type(module)).get("computes", type(module)) not in (nn.Linear, nn.QuantizedLinear):
         raise _adapted(path, module)
     return module
 

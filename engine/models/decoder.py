@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.linear import equip
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
 from mlx_experts.engine.layers.moe import MoE, make_shared
@@ -439,6 +440,7 @@ class Model(LanguageModel, VersionedModule):
         if self._head_norm is not None:
             place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
         self._converter = self._make_converter()
+        equip(self, args.fused)
 
     def _make_converter(self) -> WeightConverter:
         shapes = {name: value.shape for name, value in tree_flatten(self.parameters())}
@@ -454,6 +456,7 @@ class Model(LanguageModel, VersionedModule):
             parent, _, leaf = self._head.rpartition(".")
             (find(self, parent) if parent else self).pop(leaf)
         place(self, self._head, nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=head.bias))
+        equip(self, self.args.fused)
         self._converter = self._make_converter()
 
     @property

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_experts.engine.kernels import gather
+from mlx_experts.engine.layers.linear import equip
 from mlx_experts.engine.layers.tensor_parallel import whole_or_untouched
 from mlx_experts.engine.models.adopt import Unfit, block_path, put_in_place, share, take_over
 from mlx_experts.engine.models.base import LanguageModel
@@ -185,6 +186,7 @@ class Backbone(LanguageModel):
             # This package's blocks widen what they call themselves.
             if type(module) is SwitchLinear and not path.startswith(blocks):
                 put_in_place(modules, path, WideSwitchLinear(module))
+        equip(self, args.fused)
 
     @property
     def plan(self) -> Plan:

@@ -78,7 +78,7 @@ def compare_decoding(model: nn.Module, prompt: mx.array, *, tokens: int = 64, ro
                 trace.reset()
                 ids, logits, each = _greedy(model, prompt, tokens)
                 texts[fused] = ids, logits
-                calls[fused] = trace.total("fused") / tokens
+                calls[fused] = trace.total("fused", rows="1") / tokens
                 if round_:
                     seconds[fused].append(each)
     finally:

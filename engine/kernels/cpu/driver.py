@@ -1,7 +1,7 @@
 """What numba compiles of the CPU computation, for all formats at once: its order, and the router.
 
-One row goes through products of packed rows; many rows through tiles of decoded weights (see ``tiles``). A stack
-comes as a vector of integers (``FUNCTION`` and following): addresses, shape and strides. Offsets are
+One row goes through products of packed rows; many rows through tiles of decoded weights (see ``tiles``). A
+stack comes as a vector of integers (``FUNCTION`` and following): addresses, shape and strides. Offsets are
 64-bit. Nothing here checks shapes: the gate has.
 """
 
@@ -123,7 +123,7 @@ def _room(rows, columns):  # type: ignore[no-untyped-def]
     return room[skip : skip + rows * columns].reshape(rows, columns)
 
 
-@njit(inline="always")
+@njit(error_model="numpy", nogil=True)
 def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped-def]
     """``count`` rows of one expert times the input, with its factor and its biases, into ``out``."""
     at = expert * stack[ROWS] + first
@@ -149,7 +149,7 @@ def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped
             out[row] += _read(stack[BIAS], at + row)
 
 
-@njit(inline="always")
+@njit(error_model="numpy", nogil=True)
 def _lay_out(stack, values, first, count, planes, sums):  # type: ignore[no-untyped-def]
     """Put inputs ``first`` and following, whole blocks of them, where the product of rows wants them."""
     size = stack[WEIGHTS]
@@ -208,7 +208,7 @@ def _run(  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(inline="always")
+@njit(error_model="numpy", nogil=True)
 def _spread(stack, values, row):  # type: ignore[no-untyped-def]
     """Put an input in the order of decoded rows, and zeros behind it."""
     size, blocks = stack[WEIGHTS], stack[BLOCKS]
@@ -231,7 +231,7 @@ def _addresses(matrix):  # type: ignore[no-untyped-def]
     return np.int64(matrix.ctypes.data) + np.arange(matrix.shape[0]) * (matrix.shape[1] * matrix.itemsize)
 
 
-@njit(inline="always")
+@njit(error_model="numpy", nogil=True)
 def _tile(stack, dot, expert, first, count, scratch, inputs, outputs, column):  # type: ignore[no-untyped-def]
     """``count`` rows of one matrix times several inputs, to ``column`` and following of each one's output.
 
@@ -272,7 +272,7 @@ def _tile(stack, dot, expert, first, count, scratch, inputs, outputs, column):  
         )
 
 
-@njit(inline="always")
+@njit(error_model="numpy", nogil=True)
 def _completed(stack, expert, row, value):  # type: ignore[no-untyped-def]
     """A product of one row with the factor and the bias that its matrix has."""
     if stack[FACTOR] != 0:
@@ -298,7 +298,7 @@ def _linear(stack, dot, parts, x, out):  # type: ignore[no-untyped-def]
         return
     padded = stack[PADDED]
     spread = _room(count, padded)
-    for r in prange(count):
+    for r in range(count):
         _spread(stack, x[r], spread[r])
     height = _height(count)
     tiles = (rows + height - 1) // height
@@ -320,9 +320,9 @@ def _run_many(  # type: ignore[no-untyped-def]
 ):
     """Fill ``out`` [T, H] for T tokens; returns -1, or the position of the first index that is no expert.
 
-    The pairs of a token and an expert are ordered by expert. Each part of the work takes its share of the rows of
-    every matrix in use, so that all threads have as much to do however the tokens are spread over the experts, and
-    adds to an output in the order of the experts.
+    The pairs of a token and an expert are ordered by expert. Each part of the work takes its share of the
+    rows of every matrix in use, so that all threads have as much to do however the tokens are spread over the
+    experts, and adds to an output in the order of the experts.
     """
     tokens, top_k = indices.shape
     h, f, pairs = x.shape[1], up[ROWS], indices.size
@@ -345,7 +345,7 @@ def _run_many(  # type: ignore[no-untyped-def]
     planes_gate, sums_gate = _room(tokens, h), np.empty((tokens, gate[BLOCKS]), np.float32)
     spread_up = _room(tokens, up[PADDED])
     spread_gate = _room(tokens, gate[PADDED])
-    for t in prange(tokens):
+    for t in range(tokens):
         _lay_out(up, x[t], 0, h, planes_up[t], sums_up[t])
         _spread(up, x[t], spread_up[t])
         if gated:

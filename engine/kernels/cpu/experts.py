@@ -88,7 +88,9 @@ class _Shared:
         if stack is None:
             return cls(layout, None, 0.0, ())
         bias = 0.0 if stack.bias is None else float(stacks.float32(stack.bias)[0])
-        return cls(layout, stacks.float32(dequantised(stack, 0)[0]), bias, tuple(stacks.held(*stack.arrays())))
+        return cls(
+            layout, stacks.float32(dequantised(stack, 0)[0]), bias, tuple(stacks.held(*stack.arrays()))
+        )
 
     def add(self, x: np.ndarray, out: np.ndarray) -> None:
         """Add the shared expert's output for the tokens' rows [T, H] to ``out`` [T, H]."""

@@ -1,7 +1,7 @@
 """A linear layer on the CPU, straight from its stored weights, for any number of rows.
 
-MLX 0.32 multiplies packed weights on one thread at 0.3 GB/s in float32 and at 0.03 GB/s in bfloat16, with sums in
-the dtype of the activations. Here sums are float32 and rounded once.
+MLX 0.32 multiplies packed weights on one thread at 0.3 GB/s in float32 and at 0.03 GB/s in bfloat16, with
+sums in the dtype of the activations. Here sums are float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from mlx_experts.engine.kernels.cpu.stacks import address
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.request import Decline
 
+unavailable = start.unavailable
+
 
 class FusedLinear:
     """One matrix ``[N, M]``, ready for any number of rows.
@@ -25,6 +27,9 @@ class FusedLinear:
     def __init__(self, stack: Stack) -> None:
         self._stack, self._arrays = stack, tuple(stack.arrays())
         self._bytes = sum(a.nbytes for a in self._arrays)
+        # What MLX's product takes its dtype from; the floating-point formats keep their scales as bytes.
+        held = stack.weight if stack.scales is None else stack.scales
+        self._typed = held if mx.issubdtype(held.dtype, mx.floating) else None
         self._place()
 
     def _place(self) -> None:
@@ -32,7 +37,7 @@ class FusedLinear:
         self._plan = stacks.plan(self._stack)
 
     def __call__(self, x: mx.array) -> mx.array | Decline:
-        """``x W^T + bias`` for ``x`` ``[..., M]``, in the dtype of ``x``, rounded once.
+        """``x W^T + bias`` for ``x`` ``[..., M]``, in the dtype of MLX's product, rounded once.
 
         A Decline inside a function transformation, which has no values to read.
         """
@@ -42,9 +47,11 @@ class FusedLinear:
         if tuple(map(address, self._arrays)) != self._addresses:
             self._place()
         out = stacks.fresh((*x.shape[:-1], self._stack.projection.rows))
-        rows = stacks.rows_of(wide)
-        self.fill(rows, out.reshape(len(rows), -1))
-        return mx.array(out).astype(x.dtype)
+        if x.size:
+            rows = stacks.rows_of(wide)
+            self.fill(rows, out.reshape(len(rows), -1))
+        dtype = x.dtype if self._typed is None else mx.result_type(x, self._typed)
+        return mx.array(out).astype(dtype)
 
     def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out`` [R, N] from float32 rows [R, M]."""

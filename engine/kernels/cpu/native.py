@@ -1,8 +1,8 @@
 """Machine code from LLVM functions that this package writes, kept on disk between processes.
 
-numba compiles the drivers; the inner products are written as LLVM vectors and compiled here, because numba does
-not keep functions made of intrinsics on disk. A function takes and returns nothing but 64-bit integers, which are
-addresses and counts.
+numba compiles the drivers; the inner products are written as LLVM vectors and compiled here, because numba
+does not keep functions made of intrinsics on disk. A function takes and returns nothing but 64-bit integers,
+which are addresses and counts.
 """
 
 from __future__ import annotations
@@ -64,21 +64,22 @@ class Native:
 @lru_cache(maxsize=1)
 def target() -> tuple[str, str]:
     """The processor's name and features as numba compiles for them."""
-    name = numba.config.CPU_NAME or llvm.get_host_cpu_name()
-    features = numba.config.CPU_FEATURES
-    if features is None:
-        # A name that the person chose says which instructions there are.
-        features = "" if numba.config.CPU_NAME else llvm.get_host_cpu_features().flatten()
-    return name, features
+    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    return (
+        llvm.get_host_cpu_name() if name is None else name,
+        llvm.get_host_cpu_features().flatten() if features is None else features,
+    )
 
 
 @lru_cache(maxsize=1)
-def vector_lanes() -> int:
-    """float32 lanes of this processor's widest vectors: 16, 8 or 4."""
-    features = set(_all_features().split(","))
-    if "+avx512f" in features:
-        return 16
-    return 8 if "+avx" in features else 4
+def _features() -> frozenset[str]:
+    """What the processor that is compiled for can do, as far as it is known."""
+    return frozenset(f[1:] for f in target()[1].split(",") if f.startswith("+"))
+
+
+def is_x86() -> bool:
+    """Whether this is an Intel or AMD processor."""
+    return str(llvm.get_process_triple()).startswith(("x86_64", "i386", "i686"))
 
 
 def is_arm() -> bool:
@@ -86,9 +87,17 @@ def is_arm() -> bool:
     return str(llvm.get_process_triple()).startswith(("aarch64", "arm64"))
 
 
-@lru_cache(maxsize=1)
-def _all_features() -> str:
-    return target()[1] or llvm.get_host_cpu_features().flatten()
+def lacking() -> str:
+    """The instructions that the kernels count on and this processor lacks, in words."""
+    wanted = ("avx2", "fma", "f16c") if is_x86() else ()
+    return ", ".join(name.upper() for name in wanted if name not in _features())
+
+
+def vector_lanes() -> int:
+    """float32 lanes of this processor's widest vectors: 16, 8 or 4."""
+    if "avx512f" in _features():
+        return 16
+    return 8 if is_x86() else 4
 
 
 def function(name: str, arguments: int, write: Callable[[Builder, list[Any]], None]) -> Native:
@@ -161,7 +170,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _keep(path: Path, code: bytes) -> None:
-    """Write object code behind its digest; a folder that cannot be written costs the next process time only."""
+    """Write object code behind its digest; without a folder to write to the next process compiles again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as beside:

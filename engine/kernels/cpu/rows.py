@@ -262,9 +262,7 @@ def _step(
 
         parts[r] = builder.fmul(parts[r], for_each_block(lanes, per_group, block, scale))
         if projection.format == "affine":
-            shift = builder.fmul(
-                for_each_block(lanes, per_group, block, bias), lanes.load(F32, sums, block)
-            )
+            shift = builder.fmul(for_each_block(lanes, per_group, block, bias), lanes.load(F32, sums, block))
             parts[r] = builder.fadd(parts[r], shift)
     return parts
 
@@ -278,7 +276,9 @@ def steps_of(projection: Projection) -> list[int]:
     return sorted({LANES, last} | middle, reverse=True)
 
 
-def _write_rows(builder: Any, projection: Projection, count: int, sizes: list[int], arguments: list[Any]) -> None:
+def _write_rows(
+    builder: Any, projection: Projection, count: int, sizes: list[int], arguments: list[Any]
+) -> None:
     """Write the products of ``count`` rows, in steps of these numbers of blocks."""
     weights, scales, biases, row_bytes, scale_bytes, x, sums, n, out = arguments
     width = 4 * blocks_of(projection).words or projection.bits // 8

@@ -38,7 +38,7 @@ def dot_function() -> Any:
     return dot_tile()
 
 
-def _kind(projection: Projection) -> Projection:
+def kind_of(projection: Projection) -> Projection:
     """The part of a projection that the compiled code depends on."""
     return replace(projection, rows=0, cols=0, bias=False, global_scale=False)
 
@@ -56,7 +56,7 @@ def float32(array: mx.array | None) -> np.ndarray:
 
 
 def rows_of(array: mx.array) -> np.ndarray:
-    """An evaluated array as a matrix without gaps, its last axis along the rows; copied only where it has gaps."""
+    """An evaluated array as a matrix of its last axis, copied only where it has gaps."""
     return np.ascontiguousarray(np.array(array, copy=False)).reshape(-1, array.shape[-1])
 
 
@@ -81,9 +81,9 @@ def plan(stack: Stack) -> Plan:
     from mlx_experts.engine.kernels.cpu.tiles import PADDING
 
     p = stack.projection
-    function = rows_function(_kind(p))
+    function = rows_function(kind_of(p))
     as_stored = p.format == "plain" and p.dtype == "float32" and p.cols % PADDING == 0
-    decode = None if as_stored else decode_function(_kind(p))
+    decode = None if as_stored else decode_function(kind_of(p))
     blocks = blocks_of(p)
     plane_scales = np.array(blocks.scales, np.float32)
     bias = float32(stack.bias)

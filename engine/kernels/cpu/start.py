@@ -47,6 +47,15 @@ def _numba() -> ModuleType | Decline:
         return _not_started(error, "Unset NUMBA_NUM_THREADS, or set it to 1 or more.")
     if numba.config.DISABLE_JIT:
         return Decline("numba", "numba that compiles", "NUMBA_DISABLE_JIT set", "Unset NUMBA_DISABLE_JIT.")
+    from mlx_experts.engine.kernels.cpu import native
+
+    if lacking := native.lacking():
+        return Decline(
+            "processor",
+            "AVX2, FMA and F16C",
+            f"{native.target()[0]} without {lacking}",
+            "MLX computes instead.",
+        )
     from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 
     try:

@@ -1,9 +1,9 @@
 """Many rows at once: rows of a matrix decoded to float32, and products of such rows with several inputs.
 
-A tile is a few rows of weights as float32, in the order in which ``rows`` lays out an input (input ``i * P + p`` at
-``p * n + i``), so that a product is a plain dot product of two rows of memory. Decoding a tile costs about as much
-as multiplying it with two inputs, and it is done once for all of them. Rows are padded with zeros to whole
-``PADDING``.
+A tile is a few rows of weights as float32, in the order in which ``rows`` lays out an input (input ``i * P +
+p`` at ``p * n + i``), so that a product is a plain dot product of two rows of memory. Decoding a tile costs
+about as much as multiplying it with two inputs, and it is done once for all of them. Rows are padded with
+zeros to whole ``PADDING``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def decode_rows(projection: Projection) -> native.Native:
 
     Returns:
         A function ``(weights, scales, biases, row_bytes, scale_bytes, count, n, out, stride)``: as
-        ``rows.rows_product`` for the first six; ``n`` blocks a row; ``out`` receives ``count`` rows of float32,
-        ``stride`` bytes apart.
+        ``rows.rows_product`` for the first six; ``n`` blocks a row; ``out`` receives ``count`` rows of
+        float32, ``stride`` bytes apart.
     """
     blocks = blocks_of(projection)
     width = 4 * blocks.words or projection.bits // 8
@@ -119,11 +119,12 @@ def dot_tile() -> native.Native:
     """The compiled product of a tile with several inputs; the same for every format.
 
     Returns:
-        A function ``(w, stride, rows, inputs, outputs, count, offset, length, column, add)``: ``rows`` rows of
-        float32 from address ``w``, ``stride`` bytes apart; ``inputs`` and ``outputs`` are the addresses of
-        ``count`` addresses of rows; ``offset`` floats are left out at the beginning of every row and ``length``
-        (a multiple of ``PADDING``) are multiplied; the sums go to ``column`` and following of each output,
-        added to what is there where ``add`` is not 0. Any ``rows`` and ``count`` are taken, in steps of ``shape``.
+        A function ``(w, stride, rows, inputs, outputs, count, offset, length, column, add)``: ``rows`` rows
+        of float32 from address ``w``, ``stride`` bytes apart; ``inputs`` and ``outputs`` are the addresses of
+        ``count`` addresses of rows; ``offset`` floats are left out at the beginning of every row and
+        ``length`` (a multiple of ``PADDING``) are multiplied; the sums go to ``column`` and following of each
+        output, added to what is there where ``add`` is not 0. Any ``rows`` and ``count`` are taken, in steps
+        of ``shape``.
     """
     form = shape()
 
@@ -139,21 +140,15 @@ def dot_tile() -> native.Native:
 
         def product(row: Any, first: Any, height: int, together: int) -> None:
             """``height`` rows from ``row`` on times ``together`` inputs from ``first`` on."""
-            at = builder.mul(first, ir.Constant(I64, 8))
+            table = builder.mul(first, ir.Constant(I64, 8))
+            sources, targets = builder.add(inputs, table), builder.add(outputs, table)
+            at = builder.mul(builder.add(column, row), ir.Constant(I64, 4))
+            begin = builder.add(builder.add(w, skipped), builder.mul(row, stride))
             _products(
                 Lanes(builder, form.lanes),
-                [
-                    builder.add(builder.add(w, skipped), builder.mul(builder.add(row, ir.Constant(I64, r)), stride))
-                    for r in range(height)
-                ],
-                [builder.add(_pointer(builder, builder.add(inputs, at), i), skipped) for i in range(together)],
-                [
-                    builder.add(
-                        _pointer(builder, builder.add(outputs, at), i),
-                        builder.mul(builder.add(column, row), ir.Constant(I64, 4)),
-                    )
-                    for i in range(together)
-                ],
+                [builder.add(begin, builder.mul(stride, ir.Constant(I64, r))) for r in range(height)],
+                [builder.add(_pointer(builder, sources, i), skipped) for i in range(together)],
+                [builder.add(_pointer(builder, targets, i), at) for i in range(together)],
                 steps,
                 add,
             )
@@ -167,9 +162,9 @@ def dot_tile() -> native.Native:
                 product(tile_rows_from(tile.index), first, form.weights, form.inputs)
         done = builder.sub(count, rest)
         for together in range(1, form.inputs):
-            with builder.if_then(builder.icmp_unsigned("==", rest, ir.Constant(I64, together))):
-                with cgutils.for_range(builder, whole) as tile:
-                    product(tile_rows_from(tile.index), done, form.weights, together)
+            left = builder.icmp_unsigned("==", rest, ir.Constant(I64, together))
+            with builder.if_then(left), cgutils.for_range(builder, whole) as tile:
+                product(tile_rows_from(tile.index), done, form.weights, together)
         # Rows that are left over, one by one: few matrices have them.
         last = builder.mul(whole, tile_rows)
         with cgutils.for_range(builder, rows_left) as row, cgutils.for_range(builder, count) as each:
@@ -184,7 +179,9 @@ def _pointer(builder: Any, table: Any, index: int) -> Any:
     return builder.load(builder.inttoptr(place, I64.as_pointer()), align=8)
 
 
-def _products(lanes: Lanes, weights: list[Any], inputs: list[Any], outputs: list[Any], steps: Any, add: Any) -> None:
+def _products(
+    lanes: Lanes, weights: list[Any], inputs: list[Any], outputs: list[Any], steps: Any, add: Any
+) -> None:
     """Dot products of every row of weights with every input, ``steps`` vectors long."""
     builder = lanes.builder
     held = [[cgutils.alloca_once(builder, lanes.floats) for _ in weights] for _ in inputs]
@@ -213,7 +210,7 @@ def _products(lanes: Lanes, weights: list[Any], inputs: list[Any], outputs: list
 
 
 def _sums(lanes: Lanes, vectors: list[Any]) -> Any:
-    """A vector of the sums of each vector's lanes; there are a power of two of them, at most ``lanes.count``."""
+    """A vector of the lanes' sums of a power of two of vectors, at most ``lanes.count``."""
     builder, each = lanes.builder, lanes.count
     while len(vectors) > 1:
         each //= 2
@@ -232,4 +229,3 @@ def _sums(lanes: Lanes, vectors: list[Any]) -> Any:
         vector = builder.fadd(lanes.pick(vector, low), lanes.pick(vector, [i + each for i in low]))
         width //= 2
     return vector
-

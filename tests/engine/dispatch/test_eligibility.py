@@ -60,6 +60,7 @@ ACCEPTED = {
     "mxfp8": stacks(format="mxfp8", bits=8, group_size=32, dtype="uint8"),
     "nvfp4 with global scale": stacks(format="nvfp4", group_size=16, dtype="uint8", global_scale=True),
     "plain": stacks(**PLAIN),
+    "a prompt": replace(GOOD, rows=4096),
     "plain float32": stacks(format="plain", bits=32, group_size=0, dtype="float32"),
     "biases": stacks(bias=True),
     "ungated": replace(GOOD, gate=None, activation=activations.make("relu2")),
@@ -71,7 +72,7 @@ ACCEPTED = {
 DECLINED = {
     "adapted": replace(GOOD, adapted=True),
     "training": replace(GOOD, training=True),
-    "rows": replace(GOOD, rows=2),
+    "rows": replace(GOOD, rows=0),
     "dtype": replace(GOOD, dtype="float64"),
     "top_k": replace(GOOD, top_k=33),
     "activation": replace(GOOD, activation=Activation("unheard_of")),
@@ -83,7 +84,7 @@ DECLINED = {
     "widths": replace(GOOD, up=projection(F, H + 32), gate=projection(F, H + 32), down=projection(H + 32, F)),
 }
 MORE_DECLINED = [
-    ("rows", replace(GOOD, rows=0)),
+    ("rows", replace(GOOD, rows=2, device="metal")),
     ("top_k", replace(GOOD, top_k=0)),
     ("activation", replace(GOOD, gate=None)),
     ("activation", replace(GOOD, activation=replace(GOOD.activation, gated=False))),

@@ -331,3 +331,87 @@ def test_a_shared_expert_changed_in_place_is_noticed(build_case, case_type):
         assert relative_rms(after, truth) < 1e-5
         assert relative_rms(after, before) > 1e-3
         before = after
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 64, 257])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (("affine", 4, 64), "float32"),
+        (("affine", 3, 32), "bfloat16"),
+        (("mxfp4", 4, 32), "float32"),
+        (("nvfp4", 4, 16, True), "float16"),
+        (("plain", 0, 0), "bfloat16"),
+        (("plain", 0, 0), "float32"),
+    ],
+    ids=str,
+)
+def test_many_tokens_match_the_truth(container, stored, kind, dtype, rows):
+    """With 5 experts each has many tokens, with 40 some have one and some none."""
+    narrow, _ = DTYPES[dtype]
+    for experts, top_k in ((5, 2), (40, 3)):
+        c = container(hidden=128, width=192, experts=experts, stored=stored(*kind), dtype=narrow, bias=True)
+        assert _many(c, rows, experts, top_k, 128, narrow) < (1e-6 if dtype == "float32" else 5e-3)
+
+
+def _many(c, rows, experts, top_k, hidden, dtype, shared=None):
+    """The relative RMS error of a call with many tokens against a NumPy sum in float64."""
+    packed = expert_weights.read(c, activations.make("swiglu"))
+    mx.random.seed(11)
+    x = mx.random.normal((1, rows, hidden)).astype(dtype)
+    indices = mx.random.randint(0, experts, (1, rows, top_k))
+    weights = mx.random.uniform(shape=(1, rows, top_k))
+    run = cpu.prepare(packed, dtype)
+    y = run(x, indices, weights)
+    assert y.shape == x.shape
+    assert y.dtype == dtype
+    wide = [
+        [np.array(naive.dequantised(stack, e)).astype(np.float64) for e in range(experts)]
+        for stack in packed.stacks()
+    ]
+    biases = [np.array(stack.bias.astype(mx.float32)) for stack in packed.stacks()]
+    rows_in, total = np.array(x.astype(mx.float32))[0].astype(np.float64), np.zeros((rows, hidden))
+    for t, (picked, shares) in enumerate(zip(np.array(indices)[0], np.array(weights)[0], strict=True)):
+        for e, share in zip(picked, shares, strict=True):
+            gate, up = (w[e] @ rows_in[t] + b[e] for w, b in zip(wide[:2], biases[:2], strict=True))
+            total[t] += share * (wide[2][e] @ (gate / (1 + np.exp(-gate)) * up) + biases[2][e])
+    made = np.array(y.astype(mx.float32))[0]
+    return np.linalg.norm(made - total) / np.linalg.norm(total)
+
+
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+def test_a_shared_expert_is_added_for_many_tokens(options, build_case, case_type):
+    built = build_case(case_type(**options), "cpu")
+    run = cpu.prepare(built.experts, built.x.dtype)
+    tokens = [mx.concatenate([t] * 6, axis=-2) for t in (built.x, built.indices, built.weights)]
+    tokens[0] = tokens[0] * mx.arange(1, 7).reshape(-1, 1).astype(tokens[0].dtype)
+    truth = naive.experts_in_float32(built.experts, *tokens)
+    assert relative_rms(run(*tokens), truth) < DTYPES[str(built.x.dtype).rpartition(".")[2]][1]
+
+
+def test_an_index_that_is_no_expert_is_named_among_many_tokens(container, token):
+    x, indices, weights = token(hidden=128)
+    run = cpu.prepare(expert_weights.read(container(), activations.make("swiglu")), mx.float32)
+    rows = [mx.concatenate([t] * 3, axis=-2) for t in (x, indices, weights)]
+    rows[1][..., 1, 0] = 99
+    with pytest.raises(IndexError, match="expert 99"):
+        run(*rows)
+
+
+MANY = {
+    "weight of a token": ("weights[pair // top_k, pair % top_k]", "weights[0, pair % top_k]"),
+    "token of a pair": ("_addresses(spread_up)[order // top_k]", "_addresses(spread_up)[order // pairs]"),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_planted_fault_among_many_tokens_is_caught(container, stored, monkeypatch, name):
+    right, wrong = MANY[name]
+    text = Path(cpu_driver.__file__).read_text()
+    assert text.count(right) == 1
+    mutant = ModuleType("driver_of_many_mutant")
+    monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
+    exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
+    monkeypatch.setattr(start, "_numba", lambda: mutant)
+    c = container(hidden=96, width=160, experts=5, stored=stored("affine", 4, 32), bias=True)
+    assert not _many(c, 9, 5, 2, 96, mx.float32) < 1e-3

@@ -1,0 +1,170 @@
+"""Chooses the path of a linear layer on the CPU: the kernel where its gate accepts, else MLX's product.
+
+As for experts, the choice is made once for each kind of call and kept until an array of the layer is
+replaced. The first kernel of each kind is compared with the float32 truth before it is trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from operator import is_
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.dispatch import eligibility, policy
+from mlx_experts.engine.dispatch.expert_dispatch import current_device
+from mlx_experts.engine.dispatch.trace import Tally, TraceKey, linear_trace, rows_label
+from mlx_experts.engine.kernels import naive
+from mlx_experts.engine.kernels.expert_weights import ARRAY_NAMES, Stack, dtype_name, read_dense
+from mlx_experts.engine.kernels.request import Decline, Projection
+
+Run = Callable[[mx.array], "mx.array | Decline"]
+
+# A wrong kernel is off by about the length of the output; a right one by rounding.
+_BOUNDS = {mx.float32: 1e-4, mx.bfloat16: 1e-2, mx.float16: 1e-2}
+_COMPARED = 256  # outputs that are compared at either end of a matrix
+
+
+@dataclass(frozen=True, eq=False)
+class _Decision:
+    """What one kind of call does; ``run`` None leaves it to MLX."""
+
+    run: Run | None
+    tally: Tally
+
+
+@dataclass(frozen=True, eq=False)
+class _Decided:
+    """The decisions for the arrays that a layer has now."""
+
+    arrays: tuple[Any, ...]
+    by_kind: dict[tuple[object, ...], _Decision]
+
+
+class LinearDispatch:
+    """One linear layer's products, on whichever path fits the call.
+
+    A plain object: it owns no parameter, and is empty again when it is copied or pickled.
+
+    Args:
+        layer: the layer's module path, for the trace.
+        fused: the argument of ``load``; None leaves the choice to the environment.
+    """
+
+    def __init__(self, layer: str, fused: bool | None = None) -> None:
+        self.layer, self.fused = layer, fused
+        self._decided = _Decided((), {})
+
+    def __reduce__(self) -> tuple[type[LinearDispatch], tuple[str, bool | None]]:
+        return type(self), (self.layer, self.fused)
+
+    def __call__(self, module: nn.Module, x: mx.array) -> mx.array | None:
+        """``x W^T + bias`` for ``x`` [..., M], or None where the product is MLX's.
+
+        Args:
+            module: the layer, or an embedding that serves as one.
+
+        Raises:
+            SettingError: a setting in the environment cannot be read.
+        """
+        device = current_device()
+        if device != "cpu":
+            return None
+        decided, arrays = self._decided, tuple(map(module.get, ARRAY_NAMES))
+        if len(decided.arrays) != len(arrays) or not all(map(is_, arrays, decided.arrays)):
+            decided = self._decided = _Decided(arrays, {})
+        rows = prod(x.shape[:-1])
+        kind = (rows_label(rows), x.dtype, module.training)
+        decision = decided.by_kind.get(kind)
+        if decision is None:
+            decision = decided.by_kind[kind] = self._decide(module, x, rows)
+        if decision.run is not None:
+            y = decision.run(x)
+            if not isinstance(y, Decline):
+                decision.tally.add()
+                return y
+            decision = decided.by_kind.setdefault((*kind, y.rule), self._left(rows, y))
+        decision.tally.add()
+        return None
+
+    def _left(self, rows: int, why: Decline) -> _Decision:
+        key = TraceKey(self.layer, "mlx", rows_label(rows), why.rule)
+        return _Decision(None, linear_trace.tally(key, f"{why}. {why.hint}"))
+
+    def _decide(self, module: nn.Module, x: mx.array, rows: int) -> _Decision:
+        stack = read_dense(module)
+        request = eligibility.linear_request(
+            None if stack is None else stack.projection,
+            rows=rows,
+            dtype=dtype_name(x.dtype),
+            device="cpu",
+            training=module.training,
+        )
+        verdict = eligibility.check_linear(request, policy.resolve("cpu", self.fused))
+        if isinstance(verdict, Decline):
+            return self._left(rows, verdict)
+        assert stack is not None  # an adapted layer is declined
+        run = _prepared(stack, x)
+        if isinstance(run, Decline):
+            return self._left(rows, run)
+        return _Decision(run, linear_trace.tally(TraceKey(self.layer, "fused", rows_label(rows), "cpu")))
+
+
+def _prepared(stack: Stack, x: mx.array) -> Run | Decline:
+    """The kernel for one layer, compared with the truth once for each kind of layer."""
+    from mlx_experts.engine.kernels.cpu import linear
+
+    run = linear.unavailable() or linear.prepare(stack)
+    if isinstance(run, Decline):
+        return run
+    tried, key = _tried(), (replace(stack.projection, rows=0), x.dtype, prod(x.shape[:-1]) == 1)
+    verdict = tried.get(key)
+    if verdict is None:
+        verdict = _compare(run, stack, x)
+        if verdict is None:
+            return run  # not kept: the next layer of this kind may be tried
+        tried[key] = verdict
+    return verdict if isinstance(verdict, Decline) else run
+
+
+@functools.cache
+def _tried() -> dict[tuple[Projection, mx.Dtype, bool], Literal["agrees"] | Decline]:
+    return {}
+
+
+def _compare(run: Run, stack: Stack, x: mx.array) -> Literal["agrees"] | Decline | None:
+    """Both ends of the output against the truth; None where there are no values or no numbers."""
+    rows = 1 if prod(x.shape[:-1]) == 1 else 5
+    p = stack.projection
+    token = mx.random.normal((rows, p.cols), key=mx.random.key(0)).astype(x.dtype)
+    got = run(token)
+    if isinstance(got, Decline):
+        return None
+    count = min(p.rows, _COMPARED)
+    wide, pairs = token.astype(mx.float32), []
+    for first in (0, p.rows - count):
+        part = replace(stack, projection=replace(p, rows=count), first=stack.first + first)
+        pairs.append((got[:, first : first + count].astype(mx.float32), naive.linear_in_float32(part, wide)))
+    distance = mx.linalg.norm(mx.concatenate([a - b for a, b in pairs]))
+    length = mx.linalg.norm(mx.concatenate([b for _, b in pairs]))
+    mx.eval(distance, length)
+    if not mx.isfinite(length).item():
+        return None
+    error = cast(float, (distance / mx.maximum(length, 1e-20)).item())
+    if error <= _BOUNDS[x.dtype]:
+        return "agrees"
+    found = f"a relative distance of {error:.1e} to the truth"
+    warnings.warn(
+        f"The CPU's kernel for linear layers computes something else on this machine ({found}); MLX's "
+        "products are used instead. Please report what `registry check --device` prints.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    wanted = f"at most {_BOUNDS[x.dtype]:.0e}"
+    return Decline("self_check", wanted, found, "Report what `registry check --device` prints.")

@@ -1,0 +1,103 @@
+"""MLX's linear layers and embeddings with the CPU's kernels behind them.
+
+The classes below are MLX's own in everything but the call: parameters, paths, quantising, saving and what
+mlx-lm's tools ask of a layer stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.dispatch.expert_dispatch import current_device
+from mlx_experts.engine.dispatch.linear_dispatch import LinearDispatch
+
+
+class Linear(nn.Linear):
+    """MLX's linear layer."""
+
+    computes = nn.Linear
+    _dispatch: LinearDispatch
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """``x`` [..., M] to [..., N]."""
+        y = self._dispatch(self, x)
+        return super().__call__(x) if y is None else y
+
+    def to_quantized(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As MLX's, with this package's class."""
+        return _equipped(super().to_quantized(*args, **kwargs), self._dispatch)
+
+
+class QuantizedLinear(nn.QuantizedLinear):
+    """MLX's quantised linear layer."""
+
+    computes = nn.QuantizedLinear
+    _dispatch: LinearDispatch
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """``x`` [..., M] to [..., N]."""
+        y = self._dispatch(self, x)
+        return super().__call__(x) if y is None else y
+
+
+class Embedding(nn.Embedding):
+    """MLX's embedding, which is a linear layer too where the head is tied to it."""
+
+    computes = nn.Embedding
+    _dispatch: LinearDispatch
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """``x`` [..., D] to logits [..., vocabulary]."""
+        y = self._dispatch(self, x)
+        return super().as_linear(x) if y is None else y
+
+    def to_quantized(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As MLX's, with this package's class."""
+        return _equipped(super().to_quantized(*args, **kwargs), self._dispatch)
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    """MLX's quantised embedding."""
+
+    computes = nn.QuantizedEmbedding
+    _dispatch: LinearDispatch
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """``x`` [..., D] to logits [..., vocabulary]."""
+        y = self._dispatch(self, x)
+        return super().as_linear(x) if y is None else y
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.QuantizedLinear: QuantizedLinear,
+    nn.Embedding: Embedding,
+    nn.QuantizedEmbedding: QuantizedEmbedding,
+}
+
+
+def _equipped(module: nn.Module, dispatch: LinearDispatch) -> nn.Module:
+    """The same module with this package's class, where it is one of MLX's four."""
+    kind = _CLASSES.get(type(module))
+    if kind is not None:
+        module.__class__ = kind
+        module._dispatch = LinearDispatch(dispatch.layer, dispatch.fused)
+    return module
+
+
+def equip(model: nn.Module, fused: bool | None = None) -> None:
+    """Give a model's linear layers the CPU's kernels, where the CPU is what runs it.
+
+    The modules stay the same objects, so that whoever holds one calls the kernel too.
+
+    Args:
+        model: changed in place; layers of other classes, adapters among them, are left alone.
+        fused: True or False to force or forbid the kernels; None for the policy.
+    """
+    if current_device() != "cpu":
+        return
+    for path, module in model.named_modules():
+        _equipped(module, LinearDispatch(path, fused))
