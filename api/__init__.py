@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_experts.engine.models.adopt import adopt
     from mlx_experts.engine.models.factory import get_model_classes
     from mlx_experts.engine.tools.inspect import inspect
+    from mlx_experts.engine.tools.routing import record_routing
 
     __version__: str
 
@@ -26,6 +27,7 @@ _HOME = {
     "inspect": "mlx_experts.engine.tools.inspect",
     "load": "mlx_experts.engine.loading.api",
     "load_model": "mlx_experts.engine.loading.api",
+    "record_routing": "mlx_experts.engine.tools.routing",
     "save_model": "mlx_experts.engine.loading.api",
     "stream_generate": "mlx_experts.engine.loading.generate",
     "trace": "mlx_experts.engine.dispatch.trace",
@@ -41,6 +43,7 @@ __all__ = [
     "inspect",
     "load",
     "load_model",
+    "record_routing",
     "save_model",
     "stream_generate",
     "trace",

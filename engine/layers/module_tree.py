@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -49,6 +50,15 @@ def find(parent: nn.Module, path: str) -> Any:
         for name in path.split("."):
             parent = parent[name]
     return parent
+
+
+def take_rows(module: nn.Module, count: int, rows: Sequence[int]) -> None:
+    """Keep some rows, in their order, of every array of a module whose first axis has ``count``."""
+    wanted = mx.array(list(rows))
+    for name in list(module):
+        value = module[name]
+        if isinstance(value, mx.array) and value.ndim and value.shape[0] == count:
+            module[name] = value[wanted]
 
 
 def look_up(embedding: nn.Module, ids: mx.array, dtype: mx.Dtype | None) -> mx.array:

@@ -5,27 +5,30 @@ Legend: B batch, L tokens, D model width, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import sum_gradients
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts, ExpertDispatch, current_device
-from mlx_experts.engine.kernels import expert_weights
-from mlx_experts.engine.kernels.expert_weights import SharedModules
+from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch, current_device
+from mlx_experts.engine.kernels import expert_weights, gather
+from mlx_experts.engine.kernels.expert_weights import SharedModules, children
 from mlx_experts.engine.kernels.request import Activation, Device, KernelRequest
 from mlx_experts.engine.layers.mlp import MLP, activation_of
-from mlx_experts.engine.layers.module_tree import find, place
+from mlx_experts.engine.layers.module_tree import find, place, take_rows
+from mlx_experts.engine.layers.observed import ObservedRouter, RoutingObserver
 from mlx_experts.engine.layers.router import BoundRouter, Router
 from mlx_experts.engine.layers.tensor_parallel import Cuts, Group
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan
 from mlx_experts.registry.spec.family import SharedSpec
+
+RunExperts = Callable[[mx.array, mx.array, mx.array, Device], tuple[mx.array, bool]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,7 @@ class MoE(VersionedModule):
             if self._latent.norm and self._latent.norm_enabled:
                 place(self, self._latent.norm, nn.RMSNorm(inner, eps=sizes.norm_eps))
         self._dispatch = ExpertDispatch(name, activation, fused)
+        self._observer: RoutingObserver | None = None
         self._group: Group | None = None
         shared = spec.shared
         self._shared = shared if shared is not None and shared.exists else None
@@ -96,6 +100,58 @@ class MoE(VersionedModule):
     def experts_path(self) -> str:
         """Module path of the expert container, from this block."""
         return self._spec.experts.path
+
+    @property
+    def name(self) -> str:
+        """Module path of the block, by which the trace counts."""
+        return self._dispatch.layer
+
+    @property
+    def experts(self) -> int:
+        """Routed experts, identity experts not included."""
+        return self._experts
+
+    @property
+    def groups(self) -> int:
+        """Groups that selection is limited to; 1 where it is not."""
+        groups = self._spec.router.groups
+        return groups.count if groups is not None and groups.enabled and groups.count > 1 else 1
+
+    def observe(self, observer: RoutingObserver | None) -> None:
+        """From now on, tell somebody what each call routes and what its experts return; None for nobody."""
+        self._observer = observer
+        self._version.raised()
+
+    def keep_experts(self, kept: Sequence[int]) -> None:
+        """Leave out every routed expert but these, in their order, with their rows of the router.
+
+        Raises:
+            ConfigError: the experts of this block cannot be left out one by one.
+        """
+        self.check_keepable(self.name)
+        columns = [*kept, *range(self._experts, self._router.experts)]
+        for module in children(find(self, self._spec.experts.path)).values():
+            take_rows(module, self._experts, kept)
+        self._router.keep(self, columns)
+        self._experts = len(kept)
+        self._dispatch = ExpertDispatch(self._dispatch.layer, self._dispatch.activation, self._dispatch.fused)
+
+    def check_keepable(self, where: str) -> None:
+        """Hold the block to what :meth:`keep_experts` can do.
+
+        Raises:
+            ConfigError: it is spread over ranks, its experts carry an adapter, or a table routes tokens.
+        """
+        if self._group is not None:
+            raise ConfigError("experts that are spread over ranks cannot be left out", where=where)
+        names = {type(module) for module in children(find(self, self._spec.experts.path)).values()}
+        if names - {SwitchLinear, QuantizedSwitchLinear}:
+            raise ConfigError(
+                "experts that carry an adapter cannot be left out",
+                where=where,
+                found=", ".join(sorted(name.__name__ for name in names)),
+                hint="fuse the adapter first",
+            )
 
     @property
     def activation(self) -> Activation:
@@ -178,12 +234,29 @@ class MoE(VersionedModule):
         return steps
 
     def _bind_with(self, shared: nn.Module | None, lent: nn.Module | None) -> MoESteps:
-        router, container = self._router.bind(self), find(self, self._spec.experts.path)
+        router, container = self._bind_router(), find(self, self._spec.experts.path)
         routed = self._bind_routed(router, container)
         run = routed
         if shared is not None:
             run = self._bind_shared(router, container, shared)
         return MoESteps(router, routed, self._bind_total(router, container), run, lent)
+
+    def _bind_router(self) -> BoundRouter:
+        bound = self._router.bind(self)
+        return bound if self._observer is None else ObservedRouter(bound, self._observer)
+
+    def _bind_experts(self, container: nn.Module, shared: SharedModules | None = None) -> RunExperts:
+        bound, observer, activation = self._dispatch.bind(container, shared), self._observer, self.activation
+        if observer is None:
+            return bound
+
+        def observed(
+            x: mx.array, indices: mx.array, weights: mx.array, device: Device
+        ) -> tuple[mx.array, bool]:
+            observer.applied(gather.outputs(container, activation, x, indices), indices, weights)
+            return bound(x, indices, weights, device)
+
+        return observed
 
     def _bind_shared(
         self,
@@ -205,7 +278,7 @@ class MoE(VersionedModule):
         assert self._shared is not None
         gate = find(self, self._shared.gate) if self._shared.gate else None
         modules = SharedModules(shared.projections(), shared.activation, gate)
-        experts = self._dispatch.bind(container, modules)
+        experts = self._bind_experts(container, modules)
 
         def together(x: mx.array) -> mx.array:
             if not x.size:
@@ -255,7 +328,7 @@ class MoE(VersionedModule):
         if not self._plain:
             total = self._bind_total(router, container)
             return lambda x, router_input=None: total(x, router_input).astype(x.dtype)
-        experts = self._dispatch.bind(container)
+        experts = self._bind_experts(container)
 
         def plain(x: mx.array, router_input: mx.array | None = None) -> mx.array:
             if not x.size:
@@ -271,7 +344,7 @@ class MoE(VersionedModule):
 
         Everything but the router computes in float32, so that a block rounds once, when all is added.
         """
-        experts = self._dispatch.bind(container)
+        experts = self._bind_experts(container)
         spec, group, latent, count = self._spec.experts, self._group, self._latent, self._experts
         down = find(self, latent.down) if latent else None
         norm = find(self, latent.norm) if latent and latent.norm and latent.norm_enabled else None
@@ -331,11 +404,11 @@ class MoE(VersionedModule):
         return mixed
 
 
-def _as_routed(experts: BoundExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+def _as_routed(experts: RunExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
     return experts(x, indices, weights, current_device())[0]
 
 
-def _on_weighted_input(experts: BoundExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+def _on_weighted_input(experts: RunExperts, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
     """Each expert reads its input times its weight; every pick is a row of its own."""
     if indices.shape[-1] == 1:
         return _as_routed(experts, x * weights, indices, mx.ones_like(weights))

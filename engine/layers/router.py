@@ -5,7 +5,7 @@ Legend: E experts, K experts per token, N groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.dispatch.router_eligibility import prepare
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.kernels.router_kernel import RoutedRun
-from mlx_experts.engine.layers.module_tree import find, place
+from mlx_experts.engine.layers.module_tree import find, place, take_rows
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.spec.family import GroupsSpec, RenormalizeSpec, RouterSpec
 
@@ -103,6 +103,16 @@ class Router:
     def bind(self, moe: nn.Module) -> BoundRouter:
         """The router's calls with the leaves that are in ``moe`` now."""
         return BoundRouter(self, moe)
+
+    def keep(self, moe: nn.Module, columns: Sequence[int]) -> None:
+        """Leave out every row of the leaves in ``moe`` but these, in their order."""
+        take_rows(find(moe, self.spec.path), self.experts, columns)
+        rows = mx.array(list(columns))
+        for path in (self.bias_path, self.spec.expert_scale):
+            if path:
+                holder, leaf = _holder(moe, path) or (moe, path)
+                holder[leaf] = holder[leaf][rows]
+        self.experts, self.runs = len(columns), {}
 
     def one_launch(self, device: Device) -> RoutedRun | Decline:
         """The fused router of a device, decided once for each."""

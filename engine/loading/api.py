@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -291,6 +292,14 @@ def _suspects(folder: Path, error: BaseException) -> list[Path]:
                 raise
             return [whole]
     return present or [folder]
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files and the generation config of a checkpoint into another folder."""
+    for path in sorted(source.iterdir()):
+        kept = path.name in (*_TOKENIZER_FILES, "generation_config.json", "merges.txt", "chat_template.jinja")
+        if path.is_file() and (kept or path.suffix in (".model", ".tiktoken")):
+            shutil.copyfile(path, folder / path.name)
 
 
 class _Written(nn.Module):

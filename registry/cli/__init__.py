@@ -5,66 +5,92 @@ Exit codes: 0 done, 1 something you gave is wrong, 2 a check did not pass, 3 a b
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from typer.exceptions import TyperException
 
-from mlx_experts.registry.cli import (
-    bench,
-    check,
-    diff,
-    draft,
-    generate,
-    inspect,
-    list_,
-    parity,
-    run_,
-    schema,
-    show,
-    tune,
-)
 from mlx_experts.registry.cli.common import versions
 from mlx_experts.registry.cli.entry import INTERRUPTED
 from mlx_experts.registry.errors import RegistryError
 
-app = typer.Typer(
-    name="registry",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for name, module in (
-    ("list", list_.list_families),
-    ("show", show.show),
-    ("check", check.check),
-    ("inspect", inspect.inspect),
-    ("parity", parity.parity),
-    ("draft", draft.draft),
-    ("diff", diff.diff),
-    ("tune", tune.tune),
-    ("bench", bench.bench),
-    ("generate", generate.generate),
-    ("schema", schema.schema),
-    ("fmt", schema.fmt),
-):
-    app.command(name)(module)
-app.command("run", context_settings=run_.CONTEXT)(run_.run)
+
+class Verb(NamedTuple):
+    """Where a verb is defined.
+
+    Args:
+        module: below this package.
+        function: its name there.
+        settings: what click is told of it.
+    """
+
+    module: str
+    function: str
+    settings: dict[str, bool] | None = None
+
+
+# Everything after the tool's name is the tool's own.
+_PASSED_ON = {"allow_extra_args": True, "allow_interspersed_args": False}
+VERBS: dict[str, Verb] = {
+    "list": Verb("families.list_", "list_families"),
+    "show": Verb("families.show", "show"),
+    "check": Verb("families.check", "check"),
+    "draft": Verb("families.draft", "draft"),
+    "diff": Verb("families.diff", "diff"),
+    "schema": Verb("families.schema", "schema"),
+    "fmt": Verb("families.schema", "fmt"),
+    "coverage": Verb("families.coverage", "coverage"),
+    "plugins": Verb("families.plugins", "plugins"),
+    "inspect": Verb("models.inspect", "inspect"),
+    "parity": Verb("models.parity", "parity"),
+    "generate": Verb("models.generate", "generate"),
+    "run": Verb("models.run_", "run", _PASSED_ON),
+    "routing": Verb("models.routing", "routing"),
+    "prune": Verb("models.prune", "prune"),
+    "bench": Verb("devices.bench", "bench"),
+    "tune": Verb("devices.tune", "tune"),
+}
+
+
+def make_app(names: Iterable[str] = VERBS) -> typer.Typer:
+    """The command line with these verbs; a verb's module is imported here and not before."""
+    app = typer.Typer(name="registry", no_args_is_help=True, pretty_exceptions_enable=False)
+    for name in names:
+        verb = VERBS[name]
+        module = importlib.import_module(f"{__name__}.{verb.module}")
+        panel = verb.module.partition(".")[0].capitalize()
+        function = getattr(module, verb.function)
+        app.command(name, context_settings=verb.settings, rich_help_panel=panel)(function)
+    app.callback()(_root)
+    return app
+
+
+def _asked(arguments: list[str]) -> Iterable[str]:
+    """The one verb that is asked for, or all where help, completion or a mistake needs them."""
+    verb = next((each for each in arguments if not each.startswith("-")), "")
+    completing = any(name.endswith("_COMPLETE") for name in os.environ)
+    # A command line of a single verb would take it for the whole program.
+    return (verb, "list" if verb != "list" else "show") if verb in VERBS and not completing else VERBS
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(", ".join(f"{name} {version}" for name, version in versions().items()))
+        print(_versions())
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool,
@@ -81,6 +107,10 @@ def run(arguments: list[str]) -> int:
             # What a terminal cannot write is shown as a question mark.
             stream.reconfigure(errors="replace")
     try:
+        if arguments == ["--version"]:
+            print(_versions())
+            return 0
+        app = make_app(_asked(arguments))
         result = app(args=arguments, prog_name="registry", standalone_mode=False)
         # A reader of our output that has gone is met here, and not while Python shuts down.
         sys.stdout.flush()

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_experts.plugins.manager import family_folders
+from mlx_experts.plugins.manager import add_plugin_file, family_folders
 from mlx_experts.registry.catalog.catalog import Catalog
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -19,6 +19,28 @@ Families = Annotated[
     list[Path] | None,
     typer.Option(
         "--families", help="Further folder with family files (may be repeated).", show_default=False
+    ),
+]
+
+
+def add_plugin_files(files: list[Path] | None) -> list[Path] | None:
+    """Load plugins from files before a verb asks for any.
+
+    Raises:
+        PluginError: a file is not there.
+    """
+    for path in files or ():
+        add_plugin_file(path)
+    return files
+
+
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        help="Python file with a plugin (may be repeated).",
+        show_default=False,
+        callback=add_plugin_files,
     ),
 ]
 

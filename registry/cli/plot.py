@@ -76,4 +76,29 @@ def draw_token(path: Path, parts: Mapping[str, Mapping[str, float]], title: str)
     axes.invert_yaxis()
     axes.set(xlabel="ms a token, each waited for", title=title)
     axes.legend()
+
+
+def draw_routing(path: Path, shares: Sequence[Sequence[float]], layers: Sequence[int], title: str) -> None:
+    """A heat map of layers against experts.
+
+    Args:
+        shares: for each layer, the share of tokens that picked each expert; rows may differ in length.
+        layers: index of each layer.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    widest = max(map(len, shares))
+    cells = np.full((len(shares), widest), np.nan)
+    for row, values in zip(cells, shares, strict=True):
+        row[: len(values)] = values
+    figure = Figure(
+        figsize=(min(4 + widest * 0.14, 18), min(2.2 + len(shares) * 0.22, 14)), layout="constrained"
+    )
+    axes = figure.subplots()
+    image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
+    axes.set(xlabel="expert", ylabel="layer", title=title)
+    step = max(1, len(layers) // 24)
+    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    figure.colorbar(image, ax=axes, label="share of tokens")
     figure.savefig(path)

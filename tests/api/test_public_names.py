@@ -18,6 +18,7 @@ PUBLIC = [
     "inspect",
     "load",
     "load_model",
+    "record_routing",
     "save_model",
     "stream_generate",
     "trace",

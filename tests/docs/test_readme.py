@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_experts.registry.cli import app
+from mlx_experts.registry.cli import VERBS
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def test_the_family_that_is_shown_is_the_file() -> None:
 def test_every_verb_is_in_the_table() -> None:
     table = README.partition("## Commands")[2].partition("\n## ")[0]
     verbs = {verb for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for verb in re.findall(r"\w+", cell)}
-    names = {command.name for command in app.registered_commands}
+    names = set(VERBS)
     assert names
     assert names - verbs == set()
 
@@ -82,7 +82,9 @@ def test_the_architecture_page_has_every_room() -> None:
         path.parent.relative_to(ROOT).as_posix()
         for top in ("registry", "engine", "plugins")
         for path in (ROOT / top).rglob("__init__.py")
-    } - {"registry", "engine", "engine/kernels/cpu", "engine/kernels/gpu"}
+    } - {"registry", "engine"}
+    # A room inside a room is a matter of its own page.
+    rooms = {room for room in rooms if room.count("/") < 2 or room == "engine/layers/mixers"}
     assert rooms == set(re.findall(r"`((?:registry|engine|plugins)(?:/\w+)*)`", page)) - {
         "registry",
         "engine",

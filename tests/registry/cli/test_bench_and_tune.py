@@ -13,8 +13,8 @@ from mlx_experts.engine.tools import bench_experts as measure
 from mlx_experts.registry.catalog import public_shapes as shapes
 from mlx_experts.registry.catalog.public_shapes import Shape
 from mlx_experts.registry.cli import plot
-from mlx_experts.registry.cli.bench import bench
-from mlx_experts.registry.cli.tune import tune as tune_verb
+from mlx_experts.registry.cli.devices.bench import bench
+from mlx_experts.registry.cli.devices.tune import tune as tune_verb
 from mlx_experts.registry.errors import SettingError
 
 SMALL = (

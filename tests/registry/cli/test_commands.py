@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from mlx_experts.registry.catalog.catalog import Catalog
-from mlx_experts.registry.cli import app, run
+from mlx_experts.registry.cli import VERBS, run
 
 CASES = Path(__file__).parent.parent.parent / "cases"
 DEMO = Path(str(files("mlx_experts").joinpath("demo")))
 CASE = str(CASES / "qwen3_moe" / "base" / "hub")
 MAIN = "from mlx_experts.registry.cli.entry import main; main()"
-COMMANDS = sorted(command.name or "" for command in app.registered_commands)
+COMMANDS = sorted(VERBS)
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

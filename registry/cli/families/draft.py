@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
-from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json
+from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json
 from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.spec.describe import sentence
 
@@ -24,6 +24,7 @@ def draft(
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     json: Json = False,
     families: Families = None,
+    plugin: Plugins = None,
 ) -> None:
     """Write a first family file from a checkpoint's config and tensor names, with open questions marked.
 

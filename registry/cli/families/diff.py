@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json
+from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json
 from mlx_experts.registry.spec.describe import difference, sentence
 
 
@@ -15,6 +15,7 @@ def diff(
     b: Annotated[str, typer.Argument(help="The family to describe.")],
     json: Json = False,
     families: Families = None,
+    plugin: Plugins = None,
 ) -> None:
     """Say how family B differs from family A.
 

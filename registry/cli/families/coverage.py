@@ -11,7 +11,7 @@ import typer
 from mlx_experts.registry.checks import config_drift, engines
 from mlx_experts.registry.checks.coverage import coverage as compare
 from mlx_experts.registry.checks.coverage import mlx_lm_families, transformers_families
-from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json, print_table
+from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json, print_table
 from mlx_experts.registry.errors import CheckFailed
 
 
@@ -24,6 +24,7 @@ def coverage(
     ] = None,
     json: Json = False,
     families: Families = None,
+    plugin: Plugins = None,
 ) -> None:
     """Compare mlx-lm, transformers, and vLLM and SGLang where installed, with the catalogue.
 

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 import yaml
 
-from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json
+from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json
 
 
 def show(
     family: Annotated[str, typer.Argument(help="Name of a family.")],
     json: Json = False,
     families: Families = None,
+    plugin: Plugins = None,
 ) -> None:
     """Show a family with everything that it inherits.
 

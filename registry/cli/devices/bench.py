@@ -86,7 +86,7 @@ def bench(
 
         check_plot(plot)
     if decode is not None:
-        from mlx_experts.registry.cli import bench_model
+        from mlx_experts.registry.cli.devices import bench_model
 
         asked = bench_model.Asked(
             decode, layers, vocab, dtype, mode, bits, group_size, tokens, rounds, prefill

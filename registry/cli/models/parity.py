@@ -13,6 +13,7 @@ from mlx_experts.registry.checks import evidence
 from mlx_experts.registry.cli.common import (
     Families,
     Json,
+    Plugins,
     open_catalog,
     print_json,
     print_table,
@@ -39,6 +40,7 @@ def parity(
     ] = None,
     json: Json = False,
     families: Families = None,
+    plugin: Plugins = None,
 ) -> None:
     """Compare paths with the float32 truth, or a real checkpoint with a reference.
 

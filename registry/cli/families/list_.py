@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json, print_table
+from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json, print_table
 
 
-def list_families(json: Json = False, families: Families = None) -> None:
+def list_families(json: Json = False, families: Families = None, plugin: Plugins = None) -> None:
     """List the families.
 
     Example: registry list --json

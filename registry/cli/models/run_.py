@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_experts.registry.cli.common import Families, Json, print_json, print_table
-
-# Everything after the tool's name is the tool's own.
-CONTEXT = {"allow_extra_args": True, "allow_interspersed_args": False}
+from mlx_experts.registry.cli.common import Families, Json, Plugins, print_json, print_table
 
 
 def run(
@@ -28,6 +25,7 @@ def run(
         str | None, typer.Option("--dtype", help="Compute dtype: float32, float16, bfloat16 or stored.")
     ] = None,
     families: Families = None,
+    plugin: Plugins = None,
     family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
     json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_experts.registry.cli.common import Families, Json, console, print_json, print_table
+from mlx_experts.registry.cli.common import Families, Json, Plugins, console, print_json, print_table
 
 if TYPE_CHECKING:
     from mlx_experts.engine.tools.inspect import Inspection
@@ -20,6 +20,7 @@ def inspect(
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     json: Json = False,
     families: Families = None,
+    plugin: Plugins = None,
 ) -> None:
     """Tell family, layers, tensors, memory and the path of every MoE layer before anything is loaded.
 

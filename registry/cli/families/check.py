@@ -10,7 +10,7 @@ import typer
 
 from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.checks.static_check import FastReport, check_fast
-from mlx_experts.registry.cli.common import Families, Json, open_catalog, print_json, print_table
+from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json, print_table
 from mlx_experts.registry.cli.progress import track
 from mlx_experts.registry.errors import CheckFailed
 
@@ -28,6 +28,7 @@ def check(
     ] = None,
     json: Json = False,
     families: Families = None,
+    plugin: Plugins = None,
 ) -> None:
     """Prove by running that families are registered, build, load every layout and dispatch fused.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_experts.registry.cli.common import Families, Json, console, print_table
+from mlx_experts.registry.cli.common import Families, Json, Plugins, console, print_table
 from mlx_experts.registry.errors import CheckpointError, SettingError
 
 # What a chat template is made of; none of them can be told guilty alone.
@@ -40,6 +40,7 @@ def generate(
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of LoRA adapters.")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     families: Families = None,
+    plugin: Plugins = None,
     family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Show which path the experts took.")] = False,
     json: Json = False,

@@ -1,0 +1,4 @@
+"""Verbs about this device: one verb a file.
+
+Each imports what it needs when it is called; only registry.cli imports them.
+"""

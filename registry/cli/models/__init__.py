@@ -1,0 +1,4 @@
+"""Verbs about checkpoints and models: one verb a file.
+
+Each imports what it needs when it is called; only registry.cli imports them.
+"""
