@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.catalog.validation_errors import words_of
 from mlx_experts.registry.errors import ConfigError, RegistryError, SpecError
+from mlx_experts.registry.resolve.class_defaults import class_default
 from mlx_experts.registry.resolve.plan import FLOAT32_LARGEST, Sizes
 from mlx_experts.registry.spec.family import RopeSpec, SizesSpec
 from mlx_experts.registry.spec.values import RESOLVED, Ref, Spec
@@ -41,6 +42,10 @@ class Resolver:
         if key is not None:
             return self._mapped(ref, key, value, layer)
         stands = self._absent(ref)
+        if stands is None:
+            given = class_default(ref, self.view)
+            if given is not None:
+                return self._mapped(ref, *given, layer)
         if ref.required and stands is None:
             raise ConfigError(
                 f"config.json lacks '{ref}'",
@@ -53,7 +58,7 @@ class Resolver:
     def _find(self, ref: Ref, layer: int) -> tuple[str | None, Any]:
         """The first present key of a reference and what it holds at a layer, or twice None."""
         for key in ref.keys:
-            value = self.view.get(key.replace("{layer}", str(layer)), ref.outer)
+            value = self._get(key, ref, layer)
             if value is None:
                 continue
             if ref.per_layer and isinstance(value, list):
@@ -69,6 +74,13 @@ class Resolver:
                     break
             return key, len(value) if ref.length and isinstance(value, list | str) else value
         return None, None
+
+    def _get(self, key: str, ref: Ref, layer: int) -> Any:
+        """The value of a key; transformers pads the numbers of layers with zeros to one width."""
+        if "{layer}" not in key:
+            return self.view.get(key, ref.outer)
+        spelled = (key.replace("{layer}", f"{layer:0{width}}") for width in (1, 2, 3, 4))
+        return next((v for v in (self.view.get(each, ref.outer) for each in spelled) if v is not None), None)
 
     def _absent(self, ref: Ref) -> Any:
         """What stands for a reference when no key of it is present."""

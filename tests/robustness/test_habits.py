@@ -12,7 +12,7 @@ from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
 from mlx_experts.engine.weights.spellings import find_selection_bias
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
-from mlx_experts.registry.errors import QuantizationError, RegistryError, TensorError
+from mlx_experts.registry.errors import ConfigError, QuantizationError, RegistryError, TensorError
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.values import Ref
@@ -291,3 +291,48 @@ def test_a_missing_head_names_the_key_that_decides_and_what_it_says(
     assert any(
         family.head.tied.keys[0] in notice for notice in inspect_checkpoint(Checkpoint.open(folder)).notices
     )
+
+
+@pytest.mark.report("C6")
+@pytest.mark.parametrize(("outer", "inner"), [(False, True), (True, False), (True, True), (False, False)])
+def test_glm4v_moe_is_tied_where_either_setting_says_so(outer: bool, inner: bool) -> None:
+    """configuration_glm4v_moe.py of transformers 5.24."""
+    family = catalog().load("glm4v_moe")
+    config = tiny_config(family)
+    config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = outer, inner
+    assert resolve(family, config).head.tied is (outer or inner)
+
+
+@pytest.mark.report("C14")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blocks_that_are_configured_one_by_one_are_refused_in_words(name: str) -> None:
+    family = catalog().load(name)
+    config = tiny_config(family)
+    level = config[family.text_keys[0]] if family.text_config else config
+    level["block_configs"] = [{"block_type": "moe", "num_experts": 4}]
+    with pytest.raises(ConfigError, match="block_configs"):
+        resolve(family, config)
+
+
+@pytest.mark.report("C15")
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "aria_text", "deepseek_v41_text", "ernie4_5_vl_moe_text", "gemma4_text", "glm4v_moe_text",
+        "llama4_text", "qwen3_5_moe_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
+    ],
+)  # fmt: skip
+def test_the_text_half_of_a_model_loads_by_its_own_type(model_type: str, lab: Any, tmp_path: Path) -> None:
+    family = catalog().for_config({"model_type": model_type})
+    model, config = lab.tiny(family.family)
+    flat = dict(config)
+    for key in family.text_keys:
+        flat |= flat.pop(key, None) or {}
+    flat = {k: v for k, v in flat.items() if not k.endswith("_config")} | {"model_type": model_type}
+    names, wrapper = family.names, f"{family.names.wrapper}." if family.names.wrapper else ""
+    tensors = {
+        n.replace(f"{wrapper}{names.root}.", "model.", 1).removeprefix(wrapper): v
+        for n, v in lab.parameters(model).items()
+    }
+    loaded, _, _ = lab.load(lab.write(tmp_path, tensors, flat))
+    assert lab.distance(lab.logits(loaded), lab.logits(model)) < 1e-5

@@ -1,0 +1,37 @@
+"""What transformers' config classes give for keys that families need and a config.json may leave out.
+
+A family file states the defaults that are worth reading. Every real config has sizes; what stands
+for them where one has none is kept apart, in class_defaults.yaml, which scripts/class_defaults.py writes from the classes.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from mlx_experts.registry.catalog.config_view import ConfigView
+from mlx_experts.registry.spec.values import Ref
+
+_FILE = "class_defaults.yaml"
+
+
+@functools.cache
+def class_defaults() -> dict[str, dict[str, Any]]:
+    """Values by `model_type` and config key."""
+    text = resources.files("mlx_experts.registry.resolve").joinpath(_FILE).read_text(encoding="utf-8")
+    loaded: dict[str, dict[str, Any]] = yaml.safe_load(text) or {}
+    return loaded
+
+
+def class_default(ref: Ref, view: ConfigView) -> tuple[str, Any] | None:
+    """The key and the class's value where all keys of a reference are absent; None where the class has none."""
+    for level in view.levels:
+        known = class_defaults().get(str(level.get("model_type")), {})
+        for key in ref.keys:
+            # A key that is there and null means null.
+            if known.get(key) is not None and not view.is_null(key):
+                return key, known[key]
+    return None

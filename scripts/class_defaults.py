@@ -1,0 +1,130 @@
+"""Writes registry/resolve/class_defaults.yaml from the config classes of the installed transformers.
+
+    python scripts/class_defaults.py [--check]
+
+For every model type that a family names and transformers has: the values of the keys that the family reads
+and has no default for, or null. With --check nothing is written; a file that would change is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.spec.family import Family
+from mlx_experts.registry.spec.values import Ref, Spec
+
+FILE = Path(__file__).parent.parent / "registry" / "resolve" / "class_defaults.yaml"
+HEAD = "# Written by scripts/class_defaults.py from transformers' config classes.\n"
+
+
+def class_config(model_type: str) -> dict[str, Any] | None:
+    """The config.json of a class's defaults, or None where transformers has no class of this name."""
+    if model_type not in CONFIG_MAPPING_NAMES:
+        return None
+    logging.disable(logging.WARNING)
+    config: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    return config
+
+
+def references(value: Any) -> Iterator[Ref]:
+    """Every reference of a family, also those inside others."""
+    if isinstance(value, Ref):
+        yield value
+        for inner in (value.default, value.if_null, value.present, value.map):
+            yield from references(inner)
+    elif isinstance(value, Spec):
+        for key in type(value).model_fields:
+            yield from references(getattr(value, key))
+    elif isinstance(value, Mapping):
+        if "from" in value:
+            yield from references(Ref.model_validate(value))
+        else:
+            for each in value.values():
+                yield from references(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from references(each)
+
+
+def at(config: Any, key: str) -> Any:
+    """The value of a dotted key, or None."""
+    for part in key.split("."):
+        if isinstance(config, list) and part.isdigit() and int(part) < len(config):
+            config = config[int(part)]
+        else:
+            config = config.get(part) if isinstance(config, Mapping) else None
+    return config
+
+
+def text_level(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The nested text settings of a config, or all of it."""
+    nested = [at(config, key) for key in family.text_keys] if family.text_config else []
+    return next((level for level in nested if isinstance(level, Mapping)), config)
+
+
+def value_of(key: str, *levels: Mapping[str, Any]) -> Any:
+    """The first value of a key in these settings; classes keep a rotation's own in `rope_parameters`."""
+    for level in levels:
+        for path in (key, f"rope_parameters.{key}"):
+            if (value := at(level, path)) is not None:
+                return value
+    return None
+
+
+def needed(family: Family, model_type: str) -> dict[str, Any]:
+    """The class's values of the keys that a family has no default for."""
+    whole = class_config(model_type)
+    if whole is None:
+        return {}
+    text, found = text_level(family, whole), {}
+    for ref in references(family):
+        values = [(key, value_of(key, text, whole)) for key in ref.keys]
+        given = next(((key, value) for key, value in values if value is not None), None)
+        open_ended = ref.required or ref.default is None
+        if open_ended and given is not None and not isinstance(given[1], Mapping | list):
+            found[given[0]] = given[1]
+    return found
+
+
+def table() -> dict[str, dict[str, Any]]:
+    """The whole file's content."""
+    known = Catalog()
+    families = [known.load(name) for name in known.names()]
+    found: dict[str, dict[str, Any]] = {}
+    for family in families:
+        for model_type in family.model_types:
+            found.setdefault(model_type, {}).update(needed(family, model_type))
+    return {name: dict(sorted(found[name].items())) for name in sorted(found) if found[name]}
+
+
+def text() -> str:
+    """The file."""
+    rows = [
+        f"{name}: {yaml.safe_dump(values, default_flow_style=True, width=10**6).strip()}\n"
+        for name, values in table().items()
+    ]
+    return HEAD + "".join(rows)
+
+
+def main() -> int:
+    """Write the file, or compare it."""
+    if "--check" in sys.argv[1:]:
+        if FILE.read_text(encoding="utf-8") != text():
+            print(f"{FILE} is not what the installed transformers gives; run scripts/class_defaults.py")
+            return 1
+        return 0
+    FILE.write_text(text(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
