@@ -1,7 +1,7 @@
 """What transformers' config classes give for keys that families need and a config.json may leave out.
 
-A family file states the defaults that are worth reading. Every real config has sizes; what stands
-for them where one has none is kept apart, in class_defaults.yaml, which scripts/class_defaults.py writes from the classes.
+A family file states the defaults that are worth reading. Every real config has sizes; what stands for them
+where one has none is kept apart, in class_defaults.yaml, which scripts/class_defaults.py writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def class_defaults() -> dict[str, dict[str, Any]]:
 
 
 def class_default(ref: Ref, view: ConfigView) -> tuple[str, Any] | None:
-    """The key and the class's value where all keys of a reference are absent; None where the class has none."""
+    """The key and the class's value where all keys of a reference are absent, or None."""
     for level in view.levels:
         known = class_defaults().get(str(level.get("model_type")), {})
         for key in ref.keys:
