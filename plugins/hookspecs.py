@@ -41,7 +41,9 @@ def register_mixers() -> Offers:  # type: ignore[empty-body]
     """Mixers (attention and its likes) by the `kind` that family files name.
 
     A builder is called as ``builder(layer=LayerPlan, plan=Plan)`` and returns an ``mlx.nn.Module``
-    with ``__call__(x, state, cache)`` and ``make_cache()``.
+    with ``__call__(x, state, cache)`` and ``make_cache()``. Its attributes are the names of its tensors below
+    the mixer's path; ``float32_leaves`` names those that a dtype cast leaves alone. A subclass of
+    ``engine.layers.base_mixer.Mixer`` is bound anew when a part of it is replaced.
     """
 
 
@@ -65,12 +67,18 @@ def register_router_selections() -> Offers:  # type: ignore[empty-body]
 
 @hookspec
 def register_activations() -> Offers:  # type: ignore[empty-body]
-    """Expert activations by name: ``engine.activations.ExpertActivation`` rows."""
+    """Expert activations by name: rows of ``engine.kernels.activations.ExpertActivation``."""
 
 
 @hookspec
 def register_conversions() -> Offers:  # type: ignore[empty-body]
-    """Layout operations by the name that family files give: ``engine.layout.Operation`` classes."""
+    """Conversions of a checkpoint's tensors by the name that family files give under `plugin:`.
+
+    A builder is a factory. It is called as ``factory(source, options)`` with the path and the options of the
+    family file, and returns an ``engine.weights.tensor_tree.Operation``: ``forward(tensors, tree)`` brings
+    tensors from their names on disk to those of the module tree and says whether any was there,
+    ``backward(tensors, tree)`` undoes that, and ``modules(path, tree)`` follows a module's path.
+    """
 
 
 @hookspec
@@ -80,7 +88,7 @@ def register_kernels() -> Offers:  # type: ignore[empty-body]
     A kernel has ``gate(request, policy)``, which returns an Accept or a Decline, and
     ``prepare(experts, dtype)``, which returns what runs one call (``engine.kernels.FusedRun``) or a Decline.
     The gate is asked about every kind of call, also of several rows and in training, and what it accepts is
-    compared with gathered products once before it is used. What it declines stands in the note of the trace.
+    compared with the float32 truth once before it is used. What it declines stands in the note of the trace.
     A shared expert is added apart.
     """
 

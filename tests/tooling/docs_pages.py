@@ -37,7 +37,7 @@ def pages(catalog: Catalog, root: Path) -> dict[str, str]:
     return {
         "docs/families.md": _NOTE + families_page(catalog, root),
         "docs/schema.md": _NOTE + schema_page(),
-        "docs/hooks.md": _NOTE + hooks_page(),
+        "docs/hooks.md": _NOTE + hooks_page(root),
         "docs/environment.md": _NOTE + environment_page(),
         "docs/robustness.md": _NOTE + robustness_page(root),
         "families/family.schema.json": json.dumps(family_schema(), indent=1) + "\n",
@@ -237,8 +237,11 @@ install [such a package](../tests/plugins/example_plugin), which brings a family
 """
 
 
-def hooks_page() -> str:
-    """Each hook with its signature, its contract and the built-in components that fill it."""
+_PLURALS = {"fallbacks": "sets of fallbacks", "layout operation": "conversions"}
+
+
+def hooks_page(root: Path) -> str:
+    """Each hook with its signature, its contract and its example, which the tests run."""
     by_hook = {hook: kind for kind, hook in KINDS.items()}
     parts = [
         "# Hooks\n\n"
@@ -251,9 +254,16 @@ def hooks_page() -> str:
     for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
         if not name.startswith(("add_", "register_")):
             continue
-        returned = f" returns {by_hook[name]}s by name" if name in by_hook else ""
+        returned = (
+            f" returns {_PLURALS.get(by_hook[name], by_hook[name] + 's')} by name" if name in by_hook else ""
+        )
         signature = inspect.signature(function).replace(return_annotation=inspect.Signature.empty)
         parts.append(f"## `{name}{signature}`{returned}\n\n{inspect.cleandoc(function.__doc__ or '')}\n")
+        example = root / "examples" / "plugins" / f"{name}.py"
+        source = example.read_text(encoding="utf-8").strip()
+        parts.append(
+            f"[The example](../{example.relative_to(root).as_posix()}):\n\n```python\n{source}\n```\n"
+        )
     return "\n".join(parts)
 
 
