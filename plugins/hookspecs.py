@@ -58,6 +58,32 @@ def register_blocks() -> Offers:  # type: ignore[empty-body]
 
 
 @hookspec
+def register_frames() -> Offers:  # type: ignore[empty-body]
+    """What stands around all layers, by the `block.kind` that it belongs to.
+
+    A builder is called as ``builder(plan)`` and returns an ``engine.layers.residual.base.ResidualForm``.
+    """
+
+
+@hookspec
+def register_injections() -> Offers:  # type: ignore[empty-body]
+    """Modules that add to the residual stream before a layer, by the `inject.kind` that family files name.
+
+    A builder is called as ``builder(layer=LayerPlan, plan=Plan, spec=InjectionSpec)`` and returns a module
+    with ``__call__(stream, state, cache)`` and ``make_cache()``.
+    """
+
+
+@hookspec
+def register_routers() -> Offers:  # type: ignore[empty-body]
+    """Routers that read the forward state, by the `router.kind` that family files name.
+
+    A builder is called as ``builder(spec, layer)``, a resolved RouterSpec and the LayerPlan, and returns an
+    ``engine.layers.routers.base.StatefulRouter``, or None for a layer whose router is the standard one.
+    """
+
+
+@hookspec
 def register_router_selections() -> Offers:  # type: ignore[empty-body]
     """Router selections by the `router.select` that family files name.
 

@@ -28,6 +28,9 @@ NARROW_VARIABLE = "MLX_EXPERTS_PLUGINS"
 KINDS = {
     "mixer": "register_mixers",
     "block": "register_blocks",
+    "frame": "register_frames",
+    "injection": "register_injections",
+    "router": "register_routers",
     "selection": "register_router_selections",
     "activation": "register_activations",
     "layout operation": "register_conversions",
@@ -257,6 +260,15 @@ class Components:
     def block(self, name: str) -> Any:
         """The decoder-layer builder of this name."""
         return self.get("block", name)
+
+    def frame(self, name: str, plan: Any) -> Any:
+        """What stands around the layers of a block kind, made for a plan; None where nothing does."""
+        builder = self._offers["frame"].get(name)
+        return None if builder is None else builder(plan)
+
+    def injection(self, name: str) -> Any:
+        """The builder of what is added to a stream, of this name."""
+        return self.get("injection", name)
 
     def selection(self, name: str) -> Any:
         """The router selection of this name."""

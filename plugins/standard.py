@@ -11,8 +11,27 @@ _MIXERS = "mlx_experts.engine.layers.mixers"
 COMPONENTS: Final[dict[str, tuple[str, str]]] = {
     **{
         f"{_MIXERS}.{name}": ("mixer", name)
-        for name in ("dsa", "gated_delta", "kimi_delta", "lightning", "mamba1", "mamba2", "mla", "short_conv")
+        for name in (
+            "block_mean",
+            "compressed",
+            "convolved",
+            "dsa",
+            "gated_delta",
+            "kimi_delta",
+            "lightning",
+            "mamba1",
+            "mamba2",
+            "mla",
+            "relative",
+            "routed",
+            "short_conv",
+        )
     },
+    **{
+        f"mlx_experts.engine.layers.routers.{name}": ("router", name)
+        for name in ("recurrent", "shared_sink", "token_table")
+    },
+    "mlx_experts.engine.models.residual_layer": ("block", "residual"),
     "mlx_experts.engine.weights.kv_absorb": ("layout operation", "absorb_kv"),
 }
 """By module, the kind and the name of its component, so that names are known before MLX is imported."""

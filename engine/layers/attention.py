@@ -93,6 +93,8 @@ class Attention(Mixer):
         if self._gated and spec.gate is not None and spec.gate.path is not None:
             per_head = self.v_head_dim if spec.gate.over == "element" else 1
             place(self, spec.gate.path, nn.Linear(width, self.heads * per_head, bias=False))
+        if self._gated and spec.gate is not None and spec.gate.bias is not None:
+            self[spec.gate.bias] = mx.zeros((self.heads,))
         if spec.sinks is not None and spec.sinks_enabled:
             self[spec.sinks] = mx.zeros((self.heads,))
 
@@ -278,6 +280,8 @@ class Attention(Mixer):
         logits = find(self, gate.path) if gate.path is not None else None
         factor: Callable[[mx.array], mx.array] = _softplus if gate.function == "softplus" else mx.sigmoid
         parts = None if gate.over == "element" else (self.heads, self.v_head_dim)
+        if gate.bias is not None and logits is not None:
+            logits = self._biased(logits, gate.bias, 1 if parts is not None else self.v_head_dim)
 
         def output(out: mx.array, x: mx.array, packed: Any) -> mx.array:
             share = factor(packed if logits is None else logits(x)).astype(out.dtype)
@@ -286,6 +290,10 @@ class Attention(Mixer):
             return out_proj((mx.unflatten(out, -1, parts) * share[..., None]).flatten(-2))
 
         return output
+
+    def _biased(self, logits: Any, leaf: str, per_head: int) -> Callable[[mx.array], mx.array]:
+        """A gate's projection with a bias for each head."""
+        return lambda x: logits(x) + mx.repeat(self[leaf], per_head).astype(x.dtype)
 
     def cuts(self) -> Cuts:
         """Each rank keeps some of the heads, and what belongs to each of them."""
@@ -296,12 +304,14 @@ class Attention(Mixer):
             rows[names.qkv] = [q_width, q_width + k_width]
         if self._gated and spec.gate is not None and spec.gate.path is not None:
             rows[spec.gate.path] = 1
+        gate_bias = spec.gate.bias if self._gated and spec.gate is not None else None
+        sinks = spec.sinks if spec.sinks_enabled else None
         full = spec.qk_norm is not None and spec.qk_norm.over == "full"
         return Cuts(
             counts={"heads": "query heads", "kv_heads": "key-value heads"},
             rows=rows,
             columns=(names.o,),
-            heads=(spec.sinks,) if spec.sinks is not None and spec.sinks_enabled else (),
+            heads=tuple(leaf for leaf in (sinks, gate_bias) if leaf is not None),
             norms=tuple(leaf for leaf in self._leaves if leaf in self and full),
         )
 
@@ -359,6 +369,9 @@ def query_temperature(spec: TemperatureSpec, offset: Any, length: int, dtype: mx
         raise ConfigError("the query scale needs a positive number of positions", found=str(spec.floor))
     steps = mx.arange(length)
     positions = offset[:, None] + steps if isinstance(offset, mx.array) and offset.ndim else offset + steps
-    growth = mx.log1p(mx.floor((positions.astype(mx.float32) + spec.shift) / spec.floor))
-    factors = (1.0 + spec.scale * growth).astype(dtype)[..., None]
+    shares = (positions.astype(mx.float32) + spec.shift) / spec.floor
+    if spec.form == "power":
+        factors = mx.exp(spec.scale * mx.log1p(shares)).astype(dtype)[..., None]
+    else:
+        factors = (1.0 + spec.scale * mx.log1p(mx.floor(shares))).astype(dtype)[..., None]
     return factors[:, None] if factors.ndim == 3 else factors

@@ -10,14 +10,17 @@ from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.versioned import VersionedModule
 
 
-class Mixer(VersionedModule):
-    """A module that mixes information between tokens.
-
-    Subclasses take ``(layer, plan)``, name the leaves that a dtype cast must leave in float32, and make
-    their own cache.
-    """
+class Piece(VersionedModule):
+    """A module of a layer that may hold leaves which a dtype cast must leave in float32."""
 
     float32_leaves: ClassVar[tuple[str, ...]] = ()
+
+
+class Mixer(Piece):
+    """A module that mixes information between tokens.
+
+    Subclasses take ``(layer, plan)``, and make their own cache.
+    """
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""

@@ -29,6 +29,27 @@ class KeptAttention:
     offset: Any
 
 
+@dataclass(frozen=True, eq=False)
+class KeptLatents:
+    """What a layer's latent attention leaves for later layers that have no latents of their own.
+
+    Args:
+        latent: ``[B, 1, T, c]``.
+        key: the rotated key that all heads share, ``[B, 1, T, r]``.
+        offset: position of the first query.
+        seen: tokens that were cached before.
+        padding: columns ``[B]`` before the first real token of each row, or None.
+        mask: which keys each query sees.
+    """
+
+    latent: mx.array
+    key: mx.array
+    offset: Any
+    seen: int
+    padding: mx.array | None
+    mask: Any
+
+
 @dataclass(eq=False)
 class ForwardState:
     """Made for each call of the model.
@@ -39,7 +60,11 @@ class ForwardState:
         projected_kv: keys and values ``[B, L, g * d]`` that the last layer with projections has projected.
         kept: attention by layer type, for layers that reuse keys and values.
         layer_inputs: the narrow second embedding's part for every layer, ``[B, L, N, P]``.
-        picked_tokens: the keys ``[B, L, top-k]`` that the last layer with an indexer has selected.
+        picked_tokens: the keys ``[B, 1, L, top-k]`` that the last layer with an indexer has selected, and which
+            of them count (None for all).
+        latents: latent attention by whether its key is rotated, for layers that have no latents.
+        log_frequencies: learned logarithms of factors on rotary frequencies, ``[dims / 2]``.
+        router_memory: what a router with a memory leaves for the next layer's, ``[B, L, width]``.
     """
 
     inputs: mx.array
@@ -47,7 +72,10 @@ class ForwardState:
     projected_kv: tuple[mx.array, mx.array] | None = None
     kept: dict[str, KeptAttention] = field(default_factory=dict)
     layer_inputs: mx.array | None = None
-    picked_tokens: mx.array | None = None
+    picked_tokens: tuple[mx.array, mx.array | None] | None = None
+    latents: dict[bool, KeptLatents] = field(default_factory=dict)
+    log_frequencies: mx.array | None = None
+    router_memory: mx.array | None = None
     _masks: dict[Any, Any] = field(default_factory=dict)
 
     def attention_mask(

@@ -35,6 +35,7 @@ class MLP(VersionedModule):
         bias: biases on all projections.
         names: leaves of gate, up and down.
         fused: gate and up are one matrix, gate rows first, under the gate's name.
+        scale: leaf of a learned factor on the output, or None.
     """
 
     def __init__(
@@ -46,9 +47,12 @@ class MLP(VersionedModule):
         bias: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         fused: bool = False,
+        scale: str | None = None,
     ) -> None:
         super().__init__()
-        self._activation, self._names, self._fused = activation, names, fused
+        self._activation, self._names, self._fused, self._scale = activation, names, fused, scale
+        if scale is not None:
+            self[scale] = mx.ones((1,))
         gate, up, down = names
         if fused:
             place(self, gate, nn.Linear(dims, 2 * width, bias=bias))
@@ -72,6 +76,10 @@ class MLP(VersionedModule):
 
     def bind(self) -> Callable[[mx.array], mx.array]:
         """The call as one function, with the projections that are there now."""
+        run, leaf = self._bind_projections(), self._scale
+        return run if leaf is None else lambda x: run(x) * self[leaf]
+
+    def _bind_projections(self) -> Callable[[mx.array], mx.array]:
         parts, activate = self.projections(), partial(activations.apply, self._activation)
         down, up, gate = parts["down"], parts.get("up"), parts.get("gate")
         if self._fused:

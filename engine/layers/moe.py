@@ -66,7 +66,7 @@ class MoE(VersionedModule):
         experts, dims = spec.experts, sizes.hidden_size
         self._spec, self._experts = spec, sizes.num_experts
         columns = sizes.num_experts + experts.zero_experts
-        self._router = Router(spec.router, dims, columns, sizes.top_k, sizes.norm_eps)
+        self._router = self._make_router(layer, columns)
         self._router.build(self)
         self._router.use_fused(fused)
         self._latent = experts.latent if experts.latent is not None and experts.latent.exists else None
@@ -85,16 +85,25 @@ class MoE(VersionedModule):
             place(self, self._latent.up, nn.Linear(inner, dims, bias=self._latent.bias))
             if self._latent.norm and self._latent.norm_enabled:
                 place(self, self._latent.norm, nn.RMSNorm(inner, eps=sizes.norm_eps))
+        if spec.output_bias is not None:
+            self[spec.output_bias] = mx.zeros((dims,))
         self._dispatch = ExpertDispatch(name, activation, fused)
         self._observer: RoutingObserver | None = None
         self._group: Group | None = None
         shared = spec.shared
         self._shared = shared if shared is not None and shared.exists else None
         if self._shared and not self._shared.path.startswith("../"):
-            place(self, self._shared.path, make_shared(self._shared, dims))
+            place(self, self._shared.path, self._make_shared(self._shared, dims))
         if self._shared and self._shared.gate:
             outputs = 1 if self._shared.combine == "sigmoid_gate" else 2
             place(self, self._shared.gate, nn.Linear(dims, outputs, bias=self._shared.gate_bias))
+
+    def _make_router(self, layer: LayerPlan, columns: int) -> Router:
+        sizes = layer.sizes
+        return Router(self._spec.router, sizes.hidden_size, columns, sizes.top_k, sizes.norm_eps)
+
+    def _make_shared(self, spec: SharedSpec, dims: int) -> nn.Module:
+        return make_shared(spec, dims)
 
     @property
     def experts_path(self) -> str:
@@ -239,7 +248,12 @@ class MoE(VersionedModule):
         run = routed
         if shared is not None:
             run = self._bind_shared(router, container, shared)
-        return MoESteps(router, routed, self._bind_total(router, container), run, lent)
+        return MoESteps(router, routed, self._bind_total(router, container), self._with_bias(run), lent)
+
+    def _with_bias(self, run: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+        """The block's call with the bias on its output, where it has one."""
+        leaf = self._spec.output_bias
+        return run if leaf is None else lambda x: run(x) + self[leaf]
 
     def _bind_router(self) -> BoundRouter:
         bound = self._router.bind(self)

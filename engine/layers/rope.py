@@ -79,7 +79,7 @@ class Rope(nn.Module):
         """
         freqs, factor = self._frequencies(offset, x.shape[-2])
         if freqs.ndim == 2:
-            return self._by_row(x, mx.array(offset), freqs, mx.array(factor))
+            return self.turn_rows(x, mx.array(offset), freqs, mx.array(factor))
         if isinstance(factor, mx.array) or factor != 1.0:
             rotated = x[..., : self.dims] * mx.array(factor).astype(x.dtype)
             x = mx.concatenate([rotated, x[..., self.dims :]], axis=-1)
@@ -87,7 +87,11 @@ class Rope(nn.Module):
             x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=freqs
         )
 
-    def _by_row(self, x: mx.array, offset: mx.array, freqs: mx.array, factor: mx.array) -> mx.array:
+    def frequencies(self, offset: Offset, length: int) -> tuple[mx.array, Any]:
+        """Wavelengths over two pi, ``[dims / 2]`` or ``[B, dims / 2]``, and a factor on the rotated slice."""
+        return self._frequencies(offset, length)
+
+    def turn_rows(self, x: mx.array, offset: mx.array, freqs: mx.array, factor: mx.array) -> mx.array:
         """As the call, with ``freqs`` [B, dims / 2] and ``factor`` [B] or [] of each row."""
         positions = (offset[:, None] + mx.arange(x.shape[-2]))[:, None, :, None]
         angles = positions / freqs[:, None, None]

@@ -254,7 +254,8 @@ def limit_to_groups(scores: mx.array, spec: GroupsSpec) -> mx.array:
         group = grouped.max(axis=-1)
     count = spec.count - spec.keep
     dropped = mx.stop_gradient(mx.argpartition(group, kth=count - 1, axis=-1)[..., :count])
-    grouped = mx.put_along_axis(grouped, dropped[..., None], mx.array(-mx.inf, grouped.dtype), axis=-2)
+    excluded = mx.array(-mx.inf if spec.excluded == "never" else 0.0, grouped.dtype)
+    grouped = mx.put_along_axis(grouped, dropped[..., None], excluded, axis=-2)
     return grouped.flatten(-2)
 
 

@@ -15,20 +15,22 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.layers.attention import Attention
-from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.base_mixer import Mixer, Piece
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.linear import equip
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
 from mlx_experts.engine.layers.moe import MoE, make_shared
 from mlx_experts.engine.layers.per_layer_inputs import LayerInputs
+from mlx_experts.engine.layers.residual.base import ResidualForm
+from mlx_experts.engine.layers.stateful_moe import StatefulMoE, stateful_router
 from mlx_experts.engine.layers.tensor_parallel import apply_cuts, check_cuts
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.pipeline import Stage, plan_stages
 from mlx_experts.engine.weights.conversion import WeightConverter
 from mlx_experts.plugins.manager import components
-from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.errors import ConfigError, SettingError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan, resolve
 from mlx_experts.registry.spec.family import BlockSpec, GqaSpec
 
@@ -54,7 +56,8 @@ def make_mlp(layer: LayerPlan, plan: Plan, fused: bool | None) -> nn.Module | No
     """The MLP of a layer: experts, a dense MLP, or None."""
     if layer.mlp == "moe":
         assert layer.moe is not None
-        return MoE(layer, f"{layer_path(layer, plan)}.{layer.moe.path}", fused)
+        name, router = f"{layer_path(layer, plan)}.{layer.moe.path}", stateful_router(layer)
+        return MoE(layer, name, fused) if router is None else StatefulMoE(layer, name, fused, router)
     if layer.mlp == "dense":
         dense = layer.dense
         assert dense is not None
@@ -64,6 +67,7 @@ def make_mlp(layer: LayerPlan, plan: Plan, fused: bool | None) -> nn.Module | No
             activation_of(dense.activation, dense.kind == "glu"),
             bias=dense.bias,
             names=dense.names,
+            scale=dense.scale,
         )
     return None
 
@@ -115,7 +119,8 @@ class DecoderLayer(VersionedModule):
         self._norms = frozenset(name for name in norms if name is not None)
         for name in dict.fromkeys([*norms, self._output_norm]):
             if name is not None:
-                place(self, name, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
+                eps = block.norm_eps if block.norm_eps is not None else sizes.norm_eps
+                place(self, name, make_norm(plan.norm, sizes.hidden_size, eps))
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D]."""
@@ -251,12 +256,22 @@ class Decoder(VersionedModule):
         else:
             embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         place(self, names.embed, embedding)
+        self._embed_norm = plan.embedding.norm
+        if self._embed_norm is not None:
+            place(self, self._embed_norm, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
+        self._frequencies = names.frequencies
+        if self._frequencies is not None:
+            turned = next(layer.rope for layer in plan.layers if layer.rope is not None)
+            place(self, self._frequencies, mx.zeros((turned.width(sizes.head_dim) // 2,)))
         extra = plan.embedding.layer_inputs
         self._layer_inputs = LayerInputs(plan) if extra is not None and extra.width else None
         if self._layer_inputs is not None:
             self._layer_inputs.build(self)
         kind = plan.family.block.kind
         make = DecoderLayer if kind == "standard" else components().block(kind)
+        self._form: ResidualForm | None = components().frame(kind, plan)
+        if self._form is not None:
+            self._form.build(self)
         place(self, names.layers, [make(layer, plan, fused) for layer in plan.layers])
         if names.norm is not None:
             place(self, names.norm, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
@@ -282,6 +297,12 @@ class Decoder(VersionedModule):
         """
         if group.size() == 1:
             return
+        if self._form is not None:
+            raise SettingError(
+                "layers with a residual form of their own cannot be spread by layers",
+                found=type(self._form).__name__,
+                hint="use tensor parallelism, which spreads every layer",
+            )
         layers = self.layer_list
         sources = [_source(layer) for layer in layers]
         counts = plan_stages(sources, [each.make_cache() is not None for each in layers], group.size(), split)
@@ -326,17 +347,37 @@ class Decoder(VersionedModule):
             h = steps.embed(inputs, state, caches[0])
         else:
             h = look_up(steps.embed, inputs, state.dtype)
+        if self._embed_norm is not None:
+            h = find(self, self._embed_norm)(h)
+        if self._frequencies is not None:
+            state.log_frequencies = find(self, self._frequencies)
         if self._multiplier != 1.0:
             h = h * mx.array(self._multiplier, h.dtype)
         if self._layer_inputs is not None:
             state.layer_inputs = self._layer_inputs(self, inputs, h)
         if steps.stage is not None:
             h = steps.stage.receive(h)
-        for layer, cache in zip(steps.layers, caches[1:], strict=True):
-            h = layer(h, state, cache)
+        if self._form is not None:
+            h = self._run(self._form, steps.layers, h, state, caches)
+        else:
+            for layer, cache in zip(steps.layers, caches[1:], strict=True):
+                h = layer(h, state, cache)
         if steps.stage is not None:
             h = steps.stage.pass_on(h, caches[1:])
         return h if steps.norm is None else steps.norm(h)
+
+    def _run(
+        self, form: ResidualForm, layers: list[Any], h: mx.array, state: ForwardState, caches: list[Any]
+    ) -> mx.array:
+        """All layers, in the order and between the ends that a residual form gives them."""
+
+        def step(index: int, stream: Any, number: int) -> Any:
+            cache = caches[1 + index]
+            if cache is not None and form.passes(index) > 1:
+                cache = cache[number]
+            return layers[index](stream, state, cache)
+
+        return form.end(self, form.run(self, len(layers), form.begin(self, h), step))
 
     def make_caches(self) -> list[Any]:
         """A fresh cache, or None, for the embedding and then for each layer."""
@@ -434,7 +475,8 @@ class Model(LanguageModel, VersionedModule):
                 found=str(error),
             ) from error
         if not head.tied:
-            place(self, self._head, nn.Linear(plan.sizes.hidden_size, plan.sizes.vocab_size, bias=head.bias))
+            rows = head.rows or plan.sizes.vocab_size
+            place(self, self._head, nn.Linear(plan.sizes.hidden_size, rows, bias=head.bias))
         elif head.bias:
             place(self, f"{self._head}.bias", mx.zeros((plan.sizes.vocab_size,)))
         if self._head_norm is not None:
@@ -591,7 +633,7 @@ class Model(LanguageModel, VersionedModule):
     def cast_predicate(self) -> Any:
         """Selection biases, float32 routers and the mixers' float32 leaves keep their type."""
         routers = set()
-        leaves = {leaf for m in self.modules() if isinstance(m, Mixer) for leaf in m.float32_leaves}
+        leaves = {leaf for m in self.modules() if isinstance(m, Piece) for leaf in m.float32_leaves}
         for i in self.args.plan.moe_layers:
             moe = self.args.plan.layers[i].moe
             if moe is not None and moe.router.selection_bias is not None:

@@ -39,24 +39,30 @@ class RenameOperation:
 
     source: PathPattern
     target: PathPattern
+    layer_shift: int = 0
 
     def rename(self, name: str, tree: Tree) -> str:
         """The name of a tensor after the conversion."""
         # A tensor that stands where the tree has a parameter needs no other name.
         settled = frozenset() if self.source.text.endswith("*") else tree.shapes.keys()
-        return _renamed(name, self.source, self.target, settled)
+        return _renamed(name, self.source, self.target, settled, self.layer_shift)
 
     def forward(self, tensors: Tensors, tree: Tree) -> bool:
         return _move(tensors, {name: self.rename(name, tree) for name in tensors})
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
-        _move(tensors, {name: _renamed(name, self.target, self.source) for name in tensors})
+        _move(
+            tensors,
+            {name: _renamed(name, self.target, self.source, (), -self.layer_shift) for name in tensors},
+        )
 
     def modules(self, path: str, tree: Tree) -> list[str]:
         return [self.rename(f"{path}.weight", tree).removesuffix(".weight")]
 
 
-def _renamed(name: str, source: PathPattern, target: PathPattern, settled: Collection[str] = ()) -> str:
+def _renamed(
+    name: str, source: PathPattern, target: PathPattern, settled: Collection[str] = (), shift: int = 0
+) -> str:
     """``name`` as ``target`` has it: a subtree's, a tensor's own, or that of a module's tensor."""
     module, _, suffix = name.rpartition(".")
     match, tail = source.match(name), ""
@@ -64,7 +70,12 @@ def _renamed(name: str, source: PathPattern, target: PathPattern, settled: Colle
         match, tail = source.match(module), f".{suffix}"
     if match is None or name in settled or (tail and f"{module}.weight" in settled):
         return name
-    return target.fill(match.numbers, match.rest) + tail
+    return target.fill(_shifted(match.numbers, shift), match.rest) + tail
+
+
+def _shifted(numbers: Mapping[str, int], shift: int) -> Mapping[str, int]:
+    """Numbers of a path with another number of the layer."""
+    return {**numbers, "layer": numbers["layer"] + shift} if shift and "layer" in numbers else numbers
 
 
 def _move(tensors: Tensors, names: Mapping[str, str]) -> bool:
@@ -265,7 +276,7 @@ def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str
     """
     match op:
         case spec.Rename():
-            return RenameOperation(PathPattern(op.source), PathPattern(op.target))
+            return RenameOperation(PathPattern(op.source), PathPattern(op.target), op.layer_shift)
         case spec.SplitOp():
             targets = tuple(map(PathPattern, op.target))
             return SplitOperation(

@@ -6,7 +6,11 @@ A builtin plugin imports engine.layers, engine.weights and engine.models; nothin
 COMPONENTS: dict[str, tuple[str, str]] = {
     "block_sparse": ("mixer", "block_sparse"),
     "compressed_groups": ("cache", "compressed_groups"),
+    "first_rows": ("layout operation", "first_rows"),
+    "interleave_queries": ("layout operation", "interleave_queries"),
+    "join_shards": ("layout operation", "join_shards"),
     "ngram_embedding": ("embedding", "ngram"),
+    "ngram_values": ("injection", "ngram_values"),
     "normed_residual": ("block", "normed_residual"),
     "parallel_moe": ("block", "parallel_moe"),
     "plain_muse_spark": ("fallbacks", "plain_muse_spark"),

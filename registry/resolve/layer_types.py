@@ -143,6 +143,8 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
 def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) -> str:
     if isinstance(rule, rules.TypeList | rules.TypePeriodic) and rule.last is not None and i == count - 1:
         return rule.last
+    if isinstance(rule, rules.TypePeriodic) and rule.first is not None and i == 0:
+        return rule.first
     match rule:
         case rules.TypeList() | rules.TypeLetters():
             if isinstance(rule, rules.TypeLetters) and rule.repeats and view.get(rule.key):

@@ -33,7 +33,9 @@ def rope_plan(
     own_theta = field("layer_theta")
     if not field("enabled") or own_theta == 0:
         return None
-    stated = [_rope_object(resolver, name, layer_type) for name in ("rope_scaling", "rope_parameters")]
+    stated = [
+        _rope_object(resolver, name, spec.entry or layer_type) for name in ("rope_scaling", "rope_parameters")
+    ]
     params: dict[str, Any] = {**stated[0], **stated[1]} or dict(field("when_absent"))
     scaled = field("scaled_types")
     if not isinstance(scaled, list | None):

@@ -61,6 +61,10 @@ class RopeSpec(Spec):
     when_absent: Options = Field(
         {}, description="Rope parameters where a config has neither `rope_parameters` nor `rope_scaling`."
     )
+    entry: str | None = Field(
+        None,
+        description="Entry of `rope_parameters` where they are keyed by something else than layer types.",
+    )
     enabled: Bool = Field(True, description="Whether positions are rotated at all.")
 
 
@@ -86,6 +90,7 @@ class OutputGateSpec(Spec):
     path: ModulePath | None = Field(
         None, description="Its own projection; absent: packed in q, per head [q, gate]."
     )
+    bias: Leaf | None = Field(None, description="Leaf of a bias for each head on its logits.")
     enabled: Bool = Field(True, description="Whether the gate exists.")
 
 
@@ -102,6 +107,9 @@ class GqaNames(Spec):
 class TemperatureSpec(Spec):
     """Query scale that grows with the position: `1 + scale * log(1 + floor((pos + shift) / floor))`."""
 
+    form: Literal["log", "power"] = Field(
+        "log", description="That, or the power `(1 + (pos + shift) / floor) ** scale`."
+    )
     scale: Num = Field(description="Factor on the logarithm.")
     floor: Positive = Field(description="Positions that share a value.")
     shift: int = Field(0, description="Added to the position.")

@@ -89,6 +89,7 @@ class Rename(Spec):
         alias="rename", description="Module, tensor or, with a last `*`, subtree on disk."
     )
     target: DiskPath = Field(alias="to", description="Name in the module tree.")
+    layer_shift: int = Field(0, description="Added to the number of the layer on disk.")
 
 
 class SplitOp(Spec):

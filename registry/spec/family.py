@@ -30,6 +30,7 @@ from mlx_experts.registry.spec.values import (
     RESOLVED,
     Bool,
     Count,
+    Leaf,
     ModulePath,
     ModulePathOrNone,
     NotNegative,
@@ -53,12 +54,12 @@ if TYPE_CHECKING:
     NormKind = Literal["rms", "layer", "layer_no_bias"]
     NormOffset = Literal["none", "load", "run"]
     Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-    Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
+    Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]
 else:
     NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
     NormOffset = Ref | Annotated[Literal["none", "load", "run"], BeforeValidator(_offset_of_switch)]
     Score = Ref | Literal["softmax", "sigmoid", "sqrtsoftplus"]
-    Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix"]
+    Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]
 
 
 class ConfigTest(Spec):
@@ -93,6 +94,9 @@ class BlockSpec(Spec):
     post_mlp: ModulePath | None = Field(None, description="Norm on the MLP's output.")
     parallel: bool = Field(False, description="Both branches read the first norm and are added together.")
     residual_multiplier: Num = Field(1.0, description="Factor on each branch before it is added.")
+    norm_eps: Positive | None = Field(
+        None, description="Epsilon of the norms; that of the model when absent."
+    )
     kind: str = Field("standard", description="`standard`, or the name of a plugin's decoder layer.")
     options: Options = Field({}, description="Options of a plugin's decoder layer.")
 
@@ -107,6 +111,9 @@ class NamesSpec(Spec):
     embed: ModulePath = Field("embed_tokens", description="Token embedding, under the root.")
     layers: ModulePath = Field("layers", description="The list of layers, under the root.")
     norm: ModulePath | None = Field("norm", description="Final norm, under the root; null for none.")
+    frequencies: ModulePath | None = Field(
+        None, description="Leaf, under the root, of learned log factors on the rotary frequencies."
+    )
 
 
 class LayerInputsSpec(Spec):
@@ -122,6 +129,7 @@ class EmbeddingSpec(Spec):
     multiplier: Num | Literal["sqrt_hidden"] = Field(1.0, description="Factor on the embeddings.")
     kind: str = Field("standard", description="`standard`, or the name of a plugin's embedding.")
     options: Options = Field({}, description="Options of a plugin's embedding.")
+    norm: ModulePath | None = Field(None, description="A norm on the embeddings, under the root.")
     layer_inputs: LayerInputsSpec | None = Field(None, description="Further inputs of every layer.")
 
 
@@ -137,6 +145,7 @@ class HeadSpec(Spec):
     )
     bias: Bool = Field(False, description="Whether the head has a bias.")
     norm: ModulePath | None = Field(None, description="A norm inside the head, before its product.")
+    rows: Width | None = Field(None, description="Its rows; the size `vocab_size` when absent.")
     multiplier: Num = Field(1.0, description="Factor on the logits.")
     divisor: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)`; 0 for none.")
@@ -167,6 +176,7 @@ class DenseSpec(Spec):
     names: tuple[ModulePath, ModulePath, ModulePath] = Field(
         ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
     )
+    scale: Leaf | None = Field(None, description="Leaf of a learned factor on the output.")
 
 
 class SelectionBiasSpec(Spec):
@@ -185,6 +195,9 @@ class GroupsSpec(Spec):
     keep: Count = Field(description="Groups kept.")
     score: Literal["top2", "max"] = Field(description="A group's score: sum of its two best, or its best.")
     enabled: Bool = Field(True, description="Whether selection is limited.")
+    excluded: Literal["never", "zero"] = Field(
+        "never", description="Experts of other groups are never picked, or stand at a score of 0."
+    )
 
 
 class RenormalizeSpec(Spec):
@@ -202,6 +215,7 @@ class RenormalizeSpec(Spec):
 class RouterSpec(Spec):
     """How a token picks its experts: logits, score, selection, weights."""
 
+    kind: str = Field("standard", description="`standard`, or the name of a plugin's router.")
     path: ModulePath = Field("gate", description="Leaf of the router's matrix, from the MoE module.")
     quantizable: bool = Field(
         True, description="A Linear that conversion may quantise, or a bare matrix that it may not."
@@ -217,7 +231,7 @@ class RouterSpec(Spec):
     temperature: Positive = Field(1.0, description="Divisor of the logits.")
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
     select: str = Field("topk", description="`topk`, or the name of a plugin's selection.")
-    options: Options = Field({}, description="Options of a plugin's selection.")
+    options: Options = Field({}, description="Options of a plugin's selection or router.")
     score: Score = Field(description="The function that makes scores of logits.")
     score_dtype: Literal["float32", "logits"] = Field(
         "float32", description="Type the scores are computed in."
@@ -317,6 +331,7 @@ class MoeSpec(Spec):
     experts: ExpertsSpec = Field(ExpertsSpec(), description="The routed experts.")
     shared: SharedSpec | None = Field(None, description="The shared expert; null for none.")
     output_norm: ModulePath | None = Field(None, description="Leaf of a norm on the block's output.")
+    output_bias: Leaf | None = Field(None, description="Leaf of a bias on the block's output.")
 
 
 def _key(name: str, *default: None) -> Any:

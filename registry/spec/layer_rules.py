@@ -122,6 +122,7 @@ class TypePeriodic(Spec):
     is_: str = Field(alias="is", description="Type of the picked layers.")
     otherwise: str = Field(description="Type of the other layers.")
     tail: str | None = Field(None, description="Type of the layers of an incomplete last period.")
+    first: str | None = Field(None, description="Type of the first layer, whatever else the rule says of it.")
     last: str | None = Field(None, description="Type of the last layer, whatever else the rule says of it.")
 
 

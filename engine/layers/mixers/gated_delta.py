@@ -33,6 +33,7 @@ class GatedDeltaOptions(Spec):
     value_dim: Width = Field(description="Width of a value head.")
     kernel: Width = Field(description="Width of the convolution.")
     activation: Str = Field("silu", description="Activation after the convolution.")
+    gate: Literal["silu", "sigmoid"] = Field("silu", description="Function of the output gate.")
     packing: Literal["by_key_head", "apart"] = Field(
         description="Two projections with the rows of each key head together, [q, k, v, z] and [b, a]; "
         "or one for [q, k, v] and one each for z, b and a."
@@ -114,7 +115,10 @@ class GatedDelta(Mixer):
         if cache is not None:
             cache[1] = memory
             cache.advance(L)
-        out = precise_swiglu(x, z, self.norm(out))
+        if spec.gate == "silu":
+            out = precise_swiglu(x, z, self.norm(out))
+        else:
+            out = (self.norm(out).astype(mx.float32) * mx.sigmoid(z.astype(mx.float32))).astype(x.dtype)
         return self.out_proj(out.flatten(-2))
 
     def make_cache(self) -> ArraysCache:
