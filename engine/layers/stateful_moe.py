@@ -56,7 +56,7 @@ class StatefulMoE(MoE):
         self._made_router = router
         super().__init__(layer, name, fused)
         spec = self._spec
-        if self._latent or spec.experts.zero_experts or spec.experts.weigh == "input":
+        if self._latent or spec.experts.zero_experts or spec.experts.apply_router_weight_on_input:
             raise ConfigError(
                 f"a router of kind '{spec.router.kind}' fits no latent, identity or input-weighted experts",
                 where="the family file, moe",

@@ -279,9 +279,8 @@ def make_operation(op: Any, resolve: Callable[[Any], Any], plugin: Callable[[str
             return RenameOperation(PathPattern(op.source), PathPattern(op.target), op.layer_shift)
         case spec.SplitOp():
             targets = tuple(map(PathPattern, op.target))
-            return SplitOperation(
-                PathPattern(op.source), targets, groups=resolve(op.groups), channels=op.channels
-            )
+            source, groups = PathPattern(op.source), resolve(op.groups)
+            return SplitOperation(source, targets, op.interleaved, groups, op.channels)
         case spec.ConvOp():
             return ConvOperation(PathPattern(op.source), PathPattern(op.target or op.source))
         case spec.ReshapeOp():

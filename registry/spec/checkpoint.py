@@ -101,6 +101,7 @@ class SplitOp(Spec):
     )
     groups: AnyValue = Field(1, description="Blocks repeat for each group (a config reference).")
     channels: bool = Field(False, description="Cut convolution kernels along their channels.")
+    interleaved: bool = Field(False, description="Rows take turns; otherwise blocks follow each other.")
 
 
 class ConvOp(Spec):

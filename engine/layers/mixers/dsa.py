@@ -156,6 +156,8 @@ class SparseAttention(LatentAttention):
             raise ConfigError(
                 "an indexer needs a latent width of queries", where="config.json or the family file"
             )
+        if spec.indexer and spec.window:
+            raise ConfigError("an indexer picks among all tokens, not in a window", where="the family file")
         self._shared = spec.indexer and shares_selection(spec, layer.index)
         if self._shared and layer.index == 0:
             raise ConfigError(
@@ -193,7 +195,7 @@ class SparseAttention(LatentAttention):
             padding = own.left_padding if isinstance(own, BatchKVCache) else None
             offset, seen = (own.offset + 0, own.size()) if own is not None else (0, 0)
             sparse = self._dsa.indexer and self._is_sparse(seen + L)
-            mask = state.attention_mask(x, own, as_array=sparse)
+            mask = state.attention_mask(x, own, self._spec.window or None, as_array=sparse)
             latent, k_rope = self.latents(x, state, offset)
             if own is not None:
                 latent, k_rope = remember(own, latent, k_rope)

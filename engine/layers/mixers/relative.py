@@ -41,7 +41,7 @@ class RelativeOptions(Spec):
     extent: Width = Field(description="Distances, from 0, that have a bias.")
     relative_dim: Width = Field(description="Width of a relative state of a head.")
     kernel: Width = Field(description="Width of the convolutions on keys and values.")
-    normalise: Literal["rms", "clip"] = Field(
+    normalization: Literal["rms", "clip"] = Field(
         description="Queries and keys are RMS-normalised with weights and scaled by 1 / d; or they are "
         "shortened to a length, and values normalised without weights."
     )
@@ -93,7 +93,7 @@ class RelativeAttention(Mixer):
         check_parts(spec.heads, spec.kv_heads, problem, layer.index)
         width, eps, d = layer.sizes.hidden_size, layer.sizes.norm_eps, spec.head_dim
         self._eps = eps
-        self.scale = 1.0 / d if spec.normalise == "rms" else d**-0.5
+        self.scale = 1.0 / d if spec.normalization == "rms" else d**-0.5
         channels = spec.kv_heads * d
         self.q_proj = nn.Linear(width, spec.heads * d, bias=False)
         self.k_proj = nn.Linear(width, channels, bias=False)
@@ -104,9 +104,9 @@ class RelativeAttention(Mixer):
             self[name] = (
                 DynamicConv(channels, spec.kv_heads, spec.kernel, width)
                 if spec.dynamic
-                else ResidualConv(channels, spec.kernel, scaled=spec.normalise == "clip")
+                else ResidualConv(channels, spec.kernel, scaled=spec.normalization == "clip")
             )
-        if spec.normalise == "rms":
+        if spec.normalization == "rms":
             self.q_norm, self.k_norm = nn.RMSNorm(d, eps=eps), nn.RMSNorm(d, eps=eps)
         else:
             self.q_clip = LearnedClip(spec.heads, d, spec.clip)
@@ -125,7 +125,7 @@ class RelativeAttention(Mixer):
         own, convs = (None, None) if cache is None else (cache[0], cache[1])
         real = state.recurrent_mask(x, convs)
         offset = own.offset + 0 if own is not None else 0
-        clips = spec.normalise == "clip"
+        clips = spec.normalization == "clip"
         q = mx.unflatten(self.q_proj(x), -1, (spec.heads, -1))
         q = self.q_clip(q).astype(x.dtype) if clips else self.q_norm(q)
         k = mx.unflatten(self._convolved("k", x_k, real, convs, 0), -1, (spec.kv_heads, -1))

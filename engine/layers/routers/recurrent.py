@@ -90,7 +90,7 @@ class RecurrentRouter(StatefulRouter):
                 chosen = chosen + holder[leaf]
             indices = mx.stop_gradient(mx.argpartition(-chosen, kth=k - 1, axis=-1)[..., :k])
             weights = mx.take_along_axis(scores, indices, axis=-1)
-            weights = normalise(weights, spec.normalise).astype(mx.float32) * spec.scale
+            weights = normalise(weights, spec.renormalize).astype(mx.float32) * spec.scale
             skipped = indices >= count
             return Routed(mx.where(skipped, 0, indices), mx.where(skipped, 0.0, weights))
 

@@ -58,7 +58,7 @@ class TokenTableRouter(StatefulRouter):
         def routed(x: mx.array, state: ForwardState) -> Routed:
             indices = holder[leaf][state.inputs]
             weights = mx.take_along_axis(score(logits_of(x)), indices, axis=-1)
-            weights = normalise(weights, spec.normalise).astype(mx.float32)
+            weights = normalise(weights, spec.renormalize).astype(mx.float32)
             return Routed(indices, weights if spec.scale == 1.0 else weights * spec.scale)
 
         return routed
