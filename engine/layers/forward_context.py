@@ -60,7 +60,7 @@ class ForwardState:
         projected_kv: keys and values ``[B, L, g * d]`` that the last layer with projections has projected.
         kept: attention by layer type, for layers that reuse keys and values.
         layer_inputs: the narrow second embedding's part for every layer, ``[B, L, N, P]``.
-        picked_tokens: the keys ``[B, 1, L, top-k]`` that the last layer with an indexer has selected, and which
+        picked_tokens: the keys ``[B, 1, L, top-k]`` that the last layer with an indexer selected, and which
             of them count (None for all).
         latents: latent attention by whether its key is rotated, for layers that have no latents.
         log_frequencies: learned logarithms of factors on rotary frequencies, ``[dims / 2]``.

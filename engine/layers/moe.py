@@ -106,6 +106,11 @@ class MoE(VersionedModule):
         return make_shared(spec, dims)
 
     @property
+    def name(self) -> str:
+        """Module path of this block, by which the trace counts."""
+        return self._dispatch.layer
+
+    @property
     def experts_path(self) -> str:
         """Module path of the expert container, from this block."""
         return self._spec.experts.path

@@ -23,7 +23,7 @@ from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, plac
 from mlx_experts.engine.layers.moe import MoE, make_shared
 from mlx_experts.engine.layers.per_layer_inputs import LayerInputs
 from mlx_experts.engine.layers.residual.base import ResidualForm
-from mlx_experts.engine.layers.stateful_moe import StatefulMoE, stateful_router
+from mlx_experts.engine.layers.routers.stateful_moe import StatefulMoE, stateful_router
 from mlx_experts.engine.layers.tensor_parallel import apply_cuts, check_cuts
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.base import LanguageModel

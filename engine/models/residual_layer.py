@@ -29,7 +29,7 @@ from mlx_experts.engine.layers.residual.scaled import (
     Plain,
     PlainOptions,
 )
-from mlx_experts.engine.layers.stateful_moe import StatefulMoE
+from mlx_experts.engine.layers.routers.stateful_moe import StatefulMoE
 from mlx_experts.engine.models.decoder import DecoderLayer
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.plugins.manager import components

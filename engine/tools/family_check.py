@@ -92,6 +92,8 @@ def build_tiny(family: Family, config: Mapping[str, Any], seed: int = 0) -> Lang
 
 
 def _random(value: mx.array) -> mx.array:
+    if not mx.issubdtype(value.dtype, mx.floating):
+        return value
     noise = mx.random.normal(value.shape)
     if value.ndim == 1:
         # Norm weights, biases, decay rates: near what their module starts with, but never equal.
@@ -260,6 +262,7 @@ def _fused(family: Family, config: Mapping[str, Any], report: FamilyReport) -> s
     ids = _ids(fused, PROMPT + 1)
     results = []
     declined: dict[str, str] = {}
+    blocks = {module.name for module in fused.modules() if isinstance(module, MoE)}
     for on in (True, False):
         cache = make_prompt_cache(fused)
         for module in fused.modules():
@@ -270,7 +273,7 @@ def _fused(family: Family, config: Mapping[str, Any], report: FamilyReport) -> s
         results.append(fused(ids[:, PROMPT:], cache=cache))
         mx.eval(results[-1])
         if on:
-            report.fused = trace.total("fused")
+            report.fused = len({r.layer for r in trace.snapshot() if r.path == "fused"} & blocks)
             declined = {row.reason: row.note for row in trace.snapshot() if row.path == "gather"}
             report.reason = "; ".join(f"{rule} ({note})" for rule, note in declined.items())
     trace.reset()

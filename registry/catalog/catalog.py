@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mlx_experts.registry import settings
 from mlx_experts.registry.catalog.shorthand import spelled_out
+from mlx_experts.registry.catalog.unsupported import declared_reason, versions_here
 from mlx_experts.registry.catalog.validation_errors import at, spec_error
 from mlx_experts.registry.catalog.yaml_reader import Lines, not_yaml, read_text, read_yaml
 from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
@@ -194,6 +195,14 @@ class Catalog:
                         where=f"config.json, {key}",
                         hint="give the families a `when:` test that tells them apart",
                     )
+        gap = declared_reason(name for level in levels for name in names_of(level, "model_type"))
+        if gap is not None:
+            raise UnknownFamilyError(
+                f"'{gap[0]}' is not supported: {gap[1]}",
+                where="config.json, model_type",
+                found=", ".join(asked),
+                hint=f"that holds for {versions_here()}; a later version may read it",
+            )
         near = difflib.get_close_matches(str(config.get("model_type", "")), self.entries, n=3, cutoff=0.5)
         raise UnknownFamilyError(
             "no family describes this checkpoint",

@@ -9,13 +9,10 @@ import importlib.util
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.catalog.unsupported import unsupported
 
 _EXPERT_CONTAINER = "switch_layers"
 _EXPERT_KEYS = re.compile(
@@ -94,17 +91,6 @@ def transformers_families(folder: Path | None = None) -> list[Known]:
 def _is_part(model_type: str) -> bool:
     """Towers and inner configurations are not models of their own."""
     return bool(re.search(r"_(vision|audio|text|encoder|thinker|talker)", model_type))
-
-
-def unsupported() -> dict[str, str]:
-    """Declared gaps: model type to the reason."""
-    text = (
-        resources.files("mlx_experts.registry.catalog")
-        .joinpath("unsupported.yaml")
-        .read_text(encoding="utf-8")
-    )
-    data: dict[str, Any] = yaml.safe_load(text) or {}
-    return {str(name): str(reason) for name, reason in data.items()}
 
 
 @dataclass(frozen=True)

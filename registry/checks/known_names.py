@@ -57,6 +57,9 @@ def _named(plan: Plan) -> Iterator[tuple[str, str, str, Collection[str]]]:
     """Every name: the key it stands under, its kind, itself, and the names that need no plugin."""
     family = plan.family
     yield "block.kind", "block", family.block.kind, ("standard",)
+    injection = family.block.options.get("inject")
+    if isinstance(injection, dict) and isinstance(injection.get("kind"), str):
+        yield "block.options.inject.kind", "injection", injection["kind"], ()
     yield "embedding.kind", "embedding", family.embedding.kind, ("standard",)
     if family.backbone is not None:
         for key, kind, name in (
@@ -73,6 +76,7 @@ def _named(plan: Plan) -> Iterator[tuple[str, str, str, Collection[str]]]:
             at = f"variants.{layer.type}" if layer.type in family.variants else "attention"
             yield f"{at}.kind", "mixer", layer.mixer.kind, ("gqa",)
         if layer.moe is not None:
+            yield "moe.router.kind", "router", layer.moe.router.kind, ("standard",)
             yield "moe.router.select", "selection", layer.moe.router.select, ("topk",)
         for key, name in _activations(layer):
             yield f"{key}.activation", "activation", name, (*ACTIVATIONS, *CONFIG_NAMES)

@@ -19,7 +19,7 @@ from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
 
-MAX_LINES = 100
+MAX_LINES = 130
 
 
 @dataclass

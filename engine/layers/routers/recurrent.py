@@ -1,4 +1,4 @@
-"""A router that is a small MLP and adds what the layer before made of the same token; its last pick does nothing.
+"""A router that is a small MLP and adds what the layer before made of a token; its last pick does nothing.
 
 The source is transformers' ``models/zaya/modeling_zaya.py`` (Router). Legend: E experts, K experts per token,
 R width of the router.

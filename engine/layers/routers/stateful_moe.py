@@ -6,7 +6,7 @@ Legend: B batch, L tokens, D model width, K experts per token, S shared experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -132,8 +132,8 @@ class StatefulMoE(MoE):
             return (y + _all(sinks, wide, routed.shared, device)).astype(x.dtype)
 
         router: Any = self._router.bind(self) if self._spec.router.kind == "token_table" else None
-        unknown: Any = run
-        return MoESteps(router, unknown, unknown, unknown, lent)
+        bound = cast(Any, run)
+        return MoESteps(router, bound, bound, bound, lent)
 
 
 def _all(experts: BoundExperts, x: mx.array, weights: mx.array, device: Any) -> mx.array:
