@@ -66,7 +66,9 @@ class RecurrentRouter(StatefulRouter):
         if self.layer.index:
             place(moe, f"{spec.path}.router_states_scale", mx.ones((width,)))
         if self.bias_path:
-            place(moe, self.bias_path, mx.zeros((self.experts,), dtype=mx.float32))
+            # The last pick, which does nothing, starts behind the others.
+            start = mx.concatenate([mx.zeros((self.experts - 1,)), -mx.ones((1,))])
+            place(moe, self.bias_path, start)
 
     def matrix(self, moe: nn.Module) -> mx.array:
         """A float leaf of the router."""

@@ -59,7 +59,7 @@ def naive_scores(mixer: Any, x: mx.array) -> mx.array:
     """Index scores [B, L, L] from the definition."""
     index = mixer.indexer
     B, L, _ = x.shape
-    q = index._rope(index.wq_b(mixer.query_latent(x)).reshape(B, L, HEADS, -1).swapaxes(1, 2))
+    q = index._rope(index.wq_b(mixer.query_latent(x)[0]).reshape(B, L, HEADS, -1).swapaxes(1, 2))
     k = index._rope(index.k_norm(index.wk(x))[:, None])
     weights = index.weights_proj(x) / (HEADS * q.shape[-1]) ** 0.5
     return mx.einsum("bhlt,blh->blt", mx.maximum(q @ k.swapaxes(-1, -2), 0), weights)
@@ -72,10 +72,9 @@ def test_queries_attend_to_the_tokens_of_the_best_scores() -> None:
     scores = mx.where(causal, naive_scores(mixer, x), -mx.inf)
     threshold = mx.sort(scores, axis=-1)[..., -TOPK][..., None]
     allowed = (scores >= threshold) & causal
-    query, offset = mixer.query_latent(x), 0
-    dense = mixer.attend_to_latents(
-        *mixer.queries(query, offset), *mixer.latents(x, offset), allowed[:, None]
-    )
+    state, offset = state_of(x), 0
+    queries = mixer.queries(mixer.query_latent(x)[1], state, offset)[:2]
+    dense = mixer.attend_to_latents(*queries, *mixer.latents(x, state, offset), allowed[:, None])
     assert close(mixer(x, state_of(x)), mixer.output(dense, x))
 
 
