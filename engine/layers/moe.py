@@ -116,11 +116,6 @@ class MoE(VersionedModule):
         return self._spec.experts.path
 
     @property
-    def name(self) -> str:
-        """Module path of the block, by which the trace counts."""
-        return self._dispatch.layer
-
-    @property
     def experts(self) -> int:
         """Routed experts, identity experts not included."""
         return self._experts
