@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mlx_experts.engine.dispatch.policy import SWITCH, WIDTH_BOUND, Policy
+from mlx_experts.engine.dispatch.policy import SWITCH, WIDTH_BOUND, Bounds, Policy
+from mlx_experts.engine.kernels import ManyRowsKernel
 from mlx_experts.engine.kernels.activations import ExpertActivation, names
 from mlx_experts.engine.kernels.activations import lookup as lookup_activation
 from mlx_experts.engine.kernels.request import (
@@ -69,9 +70,9 @@ _GROUPS = {
 
 LIMITS: Mapping[Device, Limits] = {
     "cpu": Limits(_BITS, _GROUPS, multiple=1, form="scalar", shared="any", rows=None),
-    "cuda": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="same"),
+    "cuda": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="same", rows=16),
     # No Metal device has measured whether it pays.
-    "metal": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="none"),
+    "metal": Limits(_BITS, _GROUPS, multiple=32, form="c", shared="none", rows=16),
 }
 
 Rule = Callable[[KernelRequest, Policy, Limits], Decline | None]
@@ -101,26 +102,42 @@ def _training(request: KernelRequest, policy: Policy, limits: Limits) -> Decline
 
 
 def _rows(request: KernelRequest, policy: Policy, limits: Limits) -> Decline | None:
-    """No more token rows than the kernel takes."""
-    most = request.rows if limits.rows is None else limits.rows
+    """No more token rows than the kernel takes, and than pay on this device."""
+    bounds = [b for b in (limits.rows, _bounds(request, policy).max_rows) if b is not None]
+    most = min(bounds, default=request.rows)
     if 1 <= request.rows <= most:
         return None
-    wanted = "1 or more" if limits.rows is None else "1" if most == 1 else f"1 to {most}"
+    wanted = "1 or more" if not bounds else "1" if most == 1 else f"1 to {most}"
     return Decline(
-        "rows", wanted, str(request.rows), "Prompts and batches share experts: gathering is right here."
+        "rows", wanted, str(request.rows), "More rows are gathered, or multiplied by expert where that pays."
     )
+
+
+def _bounds(request: KernelRequest, policy: Policy) -> Bounds:
+    return policy.bounds({p.storage for _, p in _projections(request)})
 
 
 def _width_bound(request: KernelRequest, policy: Policy, limits: Limits) -> Decline | None:
-    """The expert is not wider than the bound."""
-    if policy.max_width is None or request.expert_width <= policy.max_width:
+    """The expert is not wider than the bound of its storage."""
+    bound = _bounds(request, policy).max_width
+    if bound is None or request.expert_width <= bound:
         return None
     return Decline(
         "width_bound",
-        f"F <= {policy.max_width}",
+        f"F <= {bound}",
         f"F = {request.expert_width}",
         f"Set by {policy.bound_by}; raise {WIDTH_BOUND} or run `registry tune`.",
     )
+
+
+def _many_rows(request: KernelRequest, policy: Policy, limits: Limits) -> Decline | None:
+    """Enough token rows that the path for many pays on this device."""
+    start = _bounds(request, policy).many_from
+    if start is None:
+        return Decline("rows", "a measured gain for many rows", "none", "Run `registry tune` on this device.")
+    if request.rows >= start:
+        return None
+    return Decline("rows", f"at least {start}", str(request.rows), "Fewer rows are gathered.")
 
 
 def _dtype(request: KernelRequest, policy: Policy, limits: Limits) -> Decline | None:
@@ -262,6 +279,27 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+# What the path for many rows asks for; its kernel says which storages it takes.
+MANY_RULES: tuple[Rule, ...] = tuple(
+    _many_rows if rule is _rows else rule for rule in RULES if rule is not _width_bound
+)
+
+
+def check_many(request: KernelRequest, policy: Policy) -> Verdict:
+    """May the path for many rows take this call? Accept, or the first rule's Decline."""
+    limits = LIMITS[request.device]
+    for rule in MANY_RULES:
+        objection = rule(request, policy, limits)
+        if objection is not None:
+            return objection
+    return Accept(request.device)
+
+
+def takes_many(request: KernelRequest, policy: Policy, kernel: ManyRowsKernel) -> bool:
+    """Whether the path for many rows takes this call, as far as the request tells."""
+    return isinstance(check_many(request, policy), Accept) and kernel.declines(request) is None
+
+
 def check(request: KernelRequest, policy: Policy) -> Verdict:
     """Accept, or the first rule's Decline."""
     limits = LIMITS[request.device]
@@ -332,7 +370,7 @@ def check_shared(request: KernelRequest, shared: SharedRequest | None, policy: P
     if expert.input_width != request.input_width:
         return _beside(f"H = {request.input_width}", f"H = {expert.input_width}", "It runs on its own.")
     # The bound says where routed experts cease to gain; alone a shared expert is never the reason to decline.
-    alone = check(expert, replace(policy, max_width=None))
+    alone = check(expert, replace(policy, max_width=None, measured={}, otherwise=Bounds()))
     if isinstance(alone, Decline):
         return alone
     if shared.gate is not None:

@@ -1,4 +1,4 @@
-"""Chooses the path of every expert call: the fused kernel where its gate accepts, else gathered products.
+"""Chooses the path of every expert call: fused where its gate accepts, a path for many rows, or gathered.
 
 The choice is made once for each kind of call on a layer's weights and kept until a projection or one of its
 arrays is replaced (by quantising, by an adapter, by loading). A block hands over modules that it has bound;
@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache, verify
 from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.dispatch.trace import Tally, TraceKey, rows_label, trace
-from mlx_experts.engine.kernels import FusedRun, expert_weights, fused_kernel, gather
+from mlx_experts.engine.kernels import FusedRun, expert_weights, fused_kernel, gather, many_rows_kernel
 from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.kernels.request import (
     Accept,
@@ -31,6 +31,9 @@ from mlx_experts.engine.kernels.request import (
     Verdict,
 )
 from mlx_experts.plugins.manager import components
+
+# Tokens on which the path for many rows is tried.
+_TRIED_ROWS = 24
 
 
 @lru_cache(maxsize=1)
@@ -51,11 +54,13 @@ class Decision:
         run: the fused kernel, or None for gathered products.
         tally: counts the calls.
         adds_shared: the kernel adds the shared expert.
+        unrounded: the kernel gives float32 where a shared expert is still to be added.
     """
 
     run: FusedRun | None
     tally: Tally
     adds_shared: bool = False
+    unrounded: bool = False
 
 
 class _Decided(NamedTuple):
@@ -150,7 +155,11 @@ class ExpertDispatch:
         asked = policy.resolve(device, self.fused, tuned=tuning_cache.bound(device))
         offered, said = self._registered(request, asked, experts, container, x)
         decision = offered or self._own(request, asked, experts, container, x, shared)
-        if shared is not None and decision.run is not None and not decision.adds_shared:
+        if (
+            shared is not None
+            and decision.run is not None
+            and not (decision.adds_shared or decision.unrounded)
+        ):
             # Both are still to be added, so the sum must come unrounded.
             decision = self._unrounded(decision, container, x, rows, top_k, device, shared)
         if not said:
@@ -213,7 +222,43 @@ class ExpertDispatch:
                 note = "" if added is None else "with the shared expert"
                 return Decision(run, trace.tally(key, note), adds_shared=added is not None)
             verdict = run
+        elif verdict.rule == "rows":
+            return self._many(request, asked, experts, container, x, shared is not None, verdict)
         return self.gathered(request.rows, verdict)
+
+    def _many(
+        self,
+        request: KernelRequest,
+        asked: Policy,
+        experts: expert_weights.ExpertWeights | None,
+        container: nn.Module,
+        x: mx.array,
+        wide: bool,
+        why: Decline,
+    ) -> Decision:
+        """The path for many rows where this device has one that pays, else gathered products.
+
+        Args:
+            wide: leave the sum in float32, because a shared expert is still to be added.
+            why: the fused kernel's reason.
+        """
+        verdict = eligibility.check_many(request, asked)
+        if isinstance(verdict, Decline):
+            return self.gathered(request.rows, why if verdict.rule == "rows" else verdict)
+        assert experts is not None  # an adapted container is declined
+        kernel = many_rows_kernel(request.device)
+        declined = kernel.declines(request)
+        if declined is None:
+            # A few tokens say as much as a prompt.
+            few = mx.zeros((min(request.rows, _TRIED_ROWS), x.shape[-1]), x.dtype)
+            tried = replace(request, rows=few.shape[0])
+            run = verify.verify_kernel(kernel.PATH, kernel.prepare(experts, request), tried, container, few)
+            declined = run if isinstance(run, Decline) else None
+        if declined is not None:
+            return self.gathered(request.rows, declined)
+        key = TraceKey(self.layer, kernel.PATH, rows_label(request.rows), request.device)
+        run = kernel.prepare(experts, request, mx.float32 if wide else x.dtype)
+        return Decision(run, trace.tally(key), unrounded=True)
 
     def _registered(
         self,

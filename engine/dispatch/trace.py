@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
-Path = Literal["fused", "gather", "mlx"]
+Path = Literal["fused", "grouped", "dequantized", "gather", "mlx"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class TraceRow:
 
     Args:
         layer: the layer's module path.
-        path: ``fused`` or ``gather``; of a linear layer ``fused`` or ``mlx``.
+        path: ``fused``, ``grouped`` or ``dequantized`` (many rows), or ``gather``; ``fused`` or ``mlx`` of a
+            linear layer.
         rows: token rows of the call: ``1``, ``2``, then powers of two as ``3-4``, ``5-8`` ...
         reason: the kernel's name when fused, else the name of the gate rule that declined.
         count: calls.

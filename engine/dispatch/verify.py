@@ -85,7 +85,7 @@ def _compare(
         rows = token.reshape(-1, x.shape[-1])
         terms.append(mx.stack([naive.shared_in_float32(shared, row) for row in rows]).reshape(x.shape))
     distance = mx.linalg.norm(got.astype(mx.float32) - sum(terms))
-    size = mx.sqrt(sum(mx.square(term).sum() for term in terms))
+    size = mx.sqrt(mx.stack([mx.square(term).sum() for term in terms]).sum())
     if not evaluated(distance, size) or not mx.isfinite(size).item():
         return None
     error = cast(float, (distance / mx.maximum(size, 1e-20)).item())

@@ -1,24 +1,25 @@
-"""The expert computation for one token row, once for each back-end, and the truth they are held to.
+"""The expert computation for a few token rows, once for each back-end, and the truth they are held to.
 
 ``naive`` is the float32 truth and ``gather`` the fall-back for any number of rows. ``cpu``, ``cuda`` and
-``metal`` are the fused forms; each offers the two functions of ``FusedKernel``.
+``metal`` are the fused forms; each offers the two functions of ``FusedKernel``. ``gpu.grouped`` and
+``dequantized`` are for many rows.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights
-from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.kernels.request import Decline, Device, KernelRequest
 
 
 class FusedRun(Protocol):
-    """One token through its experts: ``sum_k weights[k] * down_k(act(gate_k x, up_k x))``.
+    """A few tokens through their experts: ``sum_k weights[k] * down_k(act(gate_k x, up_k x))``.
 
-    Takes ``x`` ``[..., H]`` with one row (a plugin's kernel: as many as its gate accepts), ``indices``
+    Takes ``x`` ``[..., H]`` with as many rows as its gate accepts, ``indices``
     ``[..., K]`` (any integer dtype, any order) and ``weights`` ``[..., K]`` (float32). Returns ``y`` in the
     shape and dtype of ``x``, rounded once, or a Decline for what only the call itself can tell.
     """
@@ -49,3 +50,39 @@ _BACK_ENDS: dict[Device, str] = {
 def fused_kernel(device: Device) -> FusedKernel:
     """The fused back-end of a device, imported on first use."""
     return cast(FusedKernel, importlib.import_module(_BACK_ENDS[device]))
+
+
+class ManyRowsKernel(Protocol):
+    """What a path for many rows offers, as a module.
+
+    ``PATH`` is its name in the trace.
+    """
+
+    PATH: Literal["grouped", "dequantized"]
+
+    def declines(self, request: KernelRequest) -> Decline | None:
+        """What this machine, or this request, lacks for the path, or None."""
+
+    def workspace_bytes(self, request: KernelRequest) -> int:
+        """Bytes beside the model that one layer's call takes."""
+
+    def prepare(
+        self, experts: ExpertWeights, request: KernelRequest, dtype: mx.Dtype | None = None
+    ) -> FusedRun:
+        """The path for one layer, for a request that it does not decline.
+
+        Args:
+            dtype: of the result; None for that of the rows.
+        """
+
+
+_MANY_ROWS: dict[Device, str] = {
+    "cpu": "mlx_experts.engine.kernels.dequantized",
+    "cuda": "mlx_experts.engine.kernels.gpu.grouped.experts",
+    "metal": "mlx_experts.engine.kernels.dequantized",
+}
+
+
+def many_rows_kernel(device: Device) -> ManyRowsKernel:
+    """The path for many rows of a device, imported on first use."""
+    return cast(ManyRowsKernel, importlib.import_module(_MANY_ROWS[device]))

@@ -40,6 +40,10 @@ def product(module: nn.Module, rows: mx.array, pairs: mx.array, ordered: bool) -
         ordered: whether ``pairs`` rise.
     """
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if type(module) is SwitchLinear and not on_cpu and mx.cuda.is_available():
+        # MLX 0.32.4's product of ordered rows is wrong on CUDA (a relative error of 1.4); without the promise
+        # it is right.
+        ordered = False
     if on_cpu and type(module) is SwitchLinear and module.weight.dtype != mx.float32:
         return wide_product(module, rows, pairs, ordered)
     if not (on_cpu and type(module) is QuantizedSwitchLinear and module.global_scale is not None):

@@ -51,6 +51,16 @@ class Projection:
     bias: bool = False
     global_scale: bool = False
 
+    @property
+    def storage(self) -> str:
+        """How the weights are stored, in words: what measured bounds are kept by."""
+        return storage_name(self.format, self.bits, self.group_size)
+
+
+def storage_name(format: str, bits: int, group_size: int) -> str:
+    """A storage in words, for example ``affine 4-bit g64`` or ``plain 16-bit``."""
+    return f"{format} {bits}-bit" + (f" g{group_size}" if group_size else "")
+
 
 @dataclass(frozen=True)
 class KernelRequest:

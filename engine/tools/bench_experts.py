@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -23,12 +23,19 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 from mlx_experts.engine.dispatch import eligibility
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
-from mlx_experts.engine.dispatch.policy import Policy
+from mlx_experts.engine.dispatch.policy import Bounds, Policy
 from mlx_experts.engine.dispatch.tuning_cache import Timing
-from mlx_experts.engine.kernels import activations, expert_weights, fused_kernel, gather, naive
+from mlx_experts.engine.kernels import (
+    activations,
+    expert_weights,
+    fused_kernel,
+    gather,
+    many_rows_kernel,
+    naive,
+)
 from mlx_experts.engine.kernels.cpu import experts as cpu
 from mlx_experts.engine.kernels.cpu import start
-from mlx_experts.engine.kernels.request import Activation, Decline, Format
+from mlx_experts.engine.kernels.request import Activation, Decline, Format, storage_name
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.registry.catalog.public_shapes import Shape
 from mlx_experts.registry.errors import SettingError
@@ -38,8 +45,10 @@ EXPERT_BYTES = 1 << 30
 # One sample is as many calls as fill this time, as decoding makes one call after another.
 SAMPLE_SECONDS = 0.02
 _TOKENS = 16
+_CHECKED = 4
 
 Baseline = Literal["gather", "mlx-lm"]
+FastPath = Literal["fused", "many"]
 Path = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
@@ -50,6 +59,10 @@ class Storage:
     mode: Format = "affine"
     bits: int = 4
     group_size: int = 64
+
+    def name(self, dtype: mx.Dtype = mx.bfloat16) -> str:
+        """As ``Projection.storage`` says it."""
+        return storage_name(self.mode, self.bits or dtype.size * 8, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -99,9 +112,9 @@ class Result:
         """Weights read by the fused path in a second, in 10**9 bytes."""
         return self.bytes_per_token / self.fused_us / 1000
 
-    def timing(self, width: int) -> Timing:
+    def timing(self, width: int, storage: str, rows: int = 1, path: FastPath = "fused") -> Timing:
         """The part that tuning keeps."""
-        return Timing(width, self.baseline_us, self.fused_us, self.noise)
+        return Timing(width, self.baseline_us, self.fused_us, self.noise, storage, rows, path)
 
 
 def _random_projection(
@@ -148,6 +161,7 @@ def random_layer(
     bias: bool = False,
     shared: int = 0,
     seed: int = 0,
+    rows: int = 1,
 ) -> Layer:
     """Random experts of a shape and tokens whose experts differ from call to call.
 
@@ -155,6 +169,7 @@ def random_layer(
 
     Args:
         shared: width of a shared expert, stored as the others are; 0 for none.
+        rows: tokens a call.
 
     Raises:
         SettingError: a width is not a multiple of the group size.
@@ -175,15 +190,16 @@ def random_layer(
     names = ("gate_proj", "up_proj", "down_proj") if activation.gated else ("fc1", "fc2")
     container = (SwitchGLU if activation.gated else SwitchMLP)(1, 1, 1)
     for name in names:
-        rows, cols = (hidden, width) if name in ("down_proj", "fc2") else (width, hidden)
-        container[name] = _random_projection(count, rows, cols, storage, dtype, bias)
+        shape = (hidden, width) if name in ("down_proj", "fc2") else (width, hidden)
+        container[name] = _random_projection(count, *shape, storage, dtype, bias)
     container.eval()
     expert = _shared_expert(hidden, shared, activation, storage, dtype, bias) if shared else None
     tokens = []
     for _ in range(_TOKENS):
-        x = mx.random.normal((1, 1, hidden)).astype(dtype)
-        indices = mx.random.permutation(count)[:top_k].reshape(1, 1, top_k).astype(mx.uint32)
-        weights = mx.softmax(mx.random.normal((1, 1, top_k)), axis=-1)
+        x = mx.random.normal((1, rows, hidden)).astype(dtype)
+        picks = mx.argsort(mx.random.uniform(shape=(1, rows, count)), axis=-1)[..., :top_k]
+        indices = mx.contiguous(picks.astype(mx.uint32))
+        weights = mx.softmax(mx.random.normal((1, rows, top_k)), axis=-1)
         mx.eval(x, indices, weights)
         tokens.append((x, indices, weights))
     total = sum(a.nbytes for name in names for a in container[name].parameters().values())
@@ -211,7 +227,7 @@ def _fused(layer: Layer, dtype: mx.Dtype) -> Path:
     experts = layer.experts()
     x, indices, _ = layer.tokens[0]
     request = expert_weights.request_of(
-        experts, layer.activation, rows=1, top_k=indices.shape[-1], dtype=dtype, device=device
+        experts, layer.activation, rows=x.shape[1], top_k=indices.shape[-1], dtype=dtype, device=device
     )
     verdict = eligibility.check(request, Policy())
     if not isinstance(verdict, Decline) and request.shared is not None:
@@ -223,6 +239,25 @@ def _fused(layer: Layer, dtype: mx.Dtype) -> Path:
             return cast(Path, prepared)  # nothing is transformed here, so no call is declined
         verdict = prepared
     raise _declined("No fused kernel takes this call.", verdict)
+
+
+def many(layer: Layer, dtype: mx.Dtype) -> Path | Decline:
+    """The path for many rows of this device, whatever the settings say."""
+    experts = layer.experts()
+    x, indices, _ = layer.tokens[0]
+    request = expert_weights.request_of(
+        experts,
+        layer.activation,
+        rows=x.shape[1],
+        top_k=indices.shape[-1],
+        dtype=dtype,
+        device=current_device(),
+    )
+    verdict = eligibility.check_many(request, Policy(otherwise=Bounds(many_from=2)))
+    if isinstance(verdict, Decline):
+        return verdict
+    kernel = many_rows_kernel(request.device)
+    return kernel.declines(request) or cast(Path, kernel.prepare(experts, request))
 
 
 def _declined(what: str, why: Decline) -> SettingError:
@@ -278,19 +313,25 @@ class _Batch:
         mx.eval([self._path(*self._tokens[(first + i) % len(self._tokens)]) for i in range(self.calls)])
 
 
-def compare(layer: Layer, *, rounds: int = 15, baseline: Baseline = "gather") -> Result:
+def compare(
+    layer: Layer, *, rounds: int = 15, baseline: Baseline = "gather", path: Path | None = None
+) -> Result:
     """Time and check both paths on the same tokens.
+
+    Args:
+        path: what is held against the baseline; None for the fused kernel.
 
     Raises:
         SettingError: no fused kernel takes the call.
     """
     dtype = layer.tokens[0][0].dtype
-    paths = {"baseline": _baseline(layer, baseline), "fused": _fused(layer, dtype)}
+    paths = {"baseline": _baseline(layer, baseline), "fused": path or _fused(layer, dtype)}
     batches = {name: _Batch(path, layer.tokens) for name, path in paths.items()}
     times = interleaved(batches, rounds=rounds)
     each = {name: [t / batches[name].calls for t in times[name]] for name in paths}
-    truth = naive.experts_in_float32(layer.experts(), *layer.tokens[0])
-    errors = {name: relative_rms(path(*layer.tokens[0]), truth) for name, path in paths.items()}
+    # A few tokens of the call say as much as all.
+    truth = naive.experts_in_float32(layer.experts(), *(t[:, :_CHECKED] for t in layer.tokens[0]))
+    errors = {n: relative_rms(p(*layer.tokens[0])[:, :_CHECKED], truth) for n, p in paths.items()}
     ratios = [b / f for b, f in zip(each["baseline"], each["fused"], strict=True)]
     low, middle, high = quantiles(ratios, n=4)
     return Result(
@@ -359,7 +400,50 @@ def default_dtype() -> str:
     return "float32" if current_device() == "cpu" else "bfloat16"
 
 
-def layer_of(shape: Shape, storage: Storage, dtype: str | None, shared: int = 0) -> Layer:
+# The storages that tuning looks at, the most used ones first.
+STORAGES = (
+    Storage(),
+    Storage("mxfp4", 4, 32),
+    Storage("affine", 8, 64),
+    Storage("affine", 6, 64),
+    Storage("affine", 4, 32),
+    Storage("nvfp4", 4, 16),
+    Storage("mxfp8", 8, 32),
+    Storage("affine", 5, 64),
+    Storage("affine", 3, 64),
+    Storage("affine", 2, 64),
+    Storage("plain", 0, 0),
+)
+FEW_ROWS, MANY_ROWS = (2, 4, 8, 16), (32, 128, 512)
+
+
+def tuned_timings(shapes: Sequence[Shape], storage: Storage, rounds: int) -> Iterator[Timing]:
+    """Every path against the gather path: one row at every shape, more rows at the middle one.
+
+    Args:
+        shapes: by width.
+    """
+    dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16}[default_dtype()]
+    name = storage.name(dtype)
+    fitting = [s for s in shapes if not (storage.group_size and (s.hidden | s.width) % storage.group_size)]
+    for shape in fitting:
+        yield compare(layer_of(shape, storage, None), rounds=rounds).timing(shape.width, name)
+    middle = fitting[len(fitting) // 2 : len(fitting) // 2 + 1]
+    for shape in middle:
+        most = eligibility.LIMITS[current_device()].rows
+        for rows in (r for r in FEW_ROWS if most is None or r <= most):
+            layer = layer_of(shape, storage, None, rows=rows)
+            yield compare(layer, rounds=rounds).timing(shape.width, name, rows)
+        # A kernel for any number of rows needs no other path.
+        for rows in MANY_ROWS if most is not None else ():
+            layer = layer_of(shape, storage, None, rows=rows)
+            path = many(layer, dtype)
+            if isinstance(path, Decline):
+                break
+            yield compare(layer, rounds=5, path=path).timing(shape.width, name, rows, "many")
+
+
+def layer_of(shape: Shape, storage: Storage, dtype: str | None, shared: int = 0, rows: int = 1) -> Layer:
     """``random_layer`` for a public shape, with a shared expert of a width where it is not 0."""
     dtypes = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
     return random_layer(
@@ -372,6 +456,7 @@ def layer_of(shape: Shape, storage: Storage, dtype: str | None, shared: int = 0)
         dtype=dtypes[dtype or default_dtype()],
         bias=shape.bias,
         shared=shared,
+        rows=rows,
     )
 
 

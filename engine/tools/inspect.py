@@ -20,7 +20,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 
 from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
-from mlx_experts.engine.kernels import fused_kernel
+from mlx_experts.engine.kernels import fused_kernel, many_rows_kernel
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.checkpoint_loader import cast_tensors, compute_dtype
@@ -56,6 +56,7 @@ class Inspection:
         machine_bytes: this machine's memory.
         formats: quantisation formats with the modules that have them, counted.
         paths: for each number of rows, the path of the MoE layers and why.
+        workspace_bytes: what one layer's path for many rows takes, at the most rows of ``paths``.
     """
 
     family: str
@@ -82,6 +83,7 @@ class Inspection:
     dtype: str = ""
     formats: dict[str, int] = field(default_factory=dict)
     paths: list[dict[str, Any]] = field(default_factory=list)
+    workspace_bytes: int = 0
 
     @property
     def loadable(self) -> bool:
@@ -92,7 +94,7 @@ class Inspection:
     @property
     def fits(self) -> bool:
         """Whether weights and cache fit into this machine's memory."""
-        return self.weight_bytes + self.cache_bytes <= self.machine_bytes
+        return self.weight_bytes + self.cache_bytes + self.workspace_bytes <= self.machine_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and the two verdicts, for JSON."""
@@ -147,7 +149,7 @@ def inspect_checkpoint(
         _show_audit(model, prepared, result, compute_dtype(dtype))
     if prepared is not None and not tensors_only:
         result.cache_bytes = _cache_bytes(model, context)
-        result.paths = _paths(model)
+        result.paths, result.workspace_bytes = _paths(model)
     return result
 
 
@@ -271,28 +273,34 @@ def _grown(cache: Any, context: int) -> int:
     return size // cache.keys.shape[2] * tokens
 
 
-def _paths(model: LanguageModel) -> list[dict[str, Any]]:
-    """For each number of rows, how many MoE layers take which path and why."""
+def _paths(model: LanguageModel) -> tuple[list[dict[str, Any]], int]:
+    """For each number of rows, how many MoE layers take which path and why; and a path's memory."""
     device = current_device()
     asked = policy.resolve(device, None, tuned=tuning_cache.bound(device))
     rows_of: list[dict[str, Any]] = []
+    workspace = 0
     for rows in ROWS:
         groups: dict[tuple[str, str, str], int] = {}
         for module in model.modules():
             if isinstance(module, MoE):
-                verdict = eligibility.check(module.request(rows, device), asked)
+                request = module.request(rows, device)
+                verdict = eligibility.check(request, asked)
                 if not isinstance(verdict, Decline):
                     verdict = fused_kernel(device).unavailable() or verdict
-                if isinstance(verdict, Decline):
-                    key = ("gather", str(verdict), verdict.hint)
-                else:
+                many = many_rows_kernel(device)
+                if not isinstance(verdict, Decline):
                     key = ("fused", "", "")
+                elif verdict.rule == "rows" and eligibility.takes_many(request, asked, many):
+                    key = (many.PATH, "", "")
+                    workspace = max(workspace, many.workspace_bytes(request))
+                else:
+                    key = ("gather", str(verdict), verdict.hint)
                 groups[key] = groups.get(key, 0) + 1
         rows_of += [
             {"rows": rows, "path": p, "layers": n, "reason": why, "hint": hint}
             for (p, why, hint), n in groups.items()
         ]
-    return rows_of
+    return rows_of, workspace
 
 
 def machine_memory() -> int:

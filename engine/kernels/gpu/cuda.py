@@ -9,13 +9,14 @@ import mlx.core as mx
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights, request_of
 from mlx_experts.engine.kernels.gpu import mma
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, Pair
-from mlx_experts.engine.kernels.gpu.source import Backend, is_weighed, row_values, rows_down, rows_up
+from mlx_experts.engine.kernels.gpu.source import Backend, pitch, row_values, rows_down, rows_up
 from mlx_experts.engine.kernels.request import Decline, KernelRequest
 
 BACKEND = Backend(
     prelude="prelude.cu",
     opening="const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.x;\n",
     maker=lambda **arguments: mx.fast.cuda_kernel(**arguments),
+    groups="gridDim.x",
 )
 # Bytes of shared memory that one block may have, by compute capability; others have what 8.6 has.
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
@@ -29,26 +30,39 @@ def unavailable() -> Decline | None:
     return Decline("cuda", "an NVIDIA GPU and MLX's CUDA build", "none", "pip install 'mlx-experts[cuda]'")
 
 
-def launches(experts: ExpertWeights, request: KernelRequest, capability: tuple[int, int] | None) -> Pair:
-    """Launches A and B for this request; without a compute capability (of 8.0 or more), a warp a row."""
-    words = row_values(request) + is_weighed(request)
+def launches(
+    experts: ExpertWeights, request: KernelRequest, capability: tuple[int, int] | None, *, many: bool = False
+) -> Pair:
+    """Launches A and B for this request; without a compute capability (of 8.0 or more), a warp a row.
+
+    Args:
+        many: for several tokens, whose number follows from the grid.
+    """
+    words = pitch(row_values(request), request)
     if capability is not None and mma.takes_up(request):
         room = _SHARED.get(capability, _SHARED_LEAST) * 1024
-        cut_up = mma.cut_up(request)
+        cut_up = mma.cut_up(request, many=many)
         fits_up = mma.up_layout(request, cut_up)[1] <= room
         if fits_up and mma.takes_down(request):
-            cut_down = mma.cut_down(request)
+            cut_down = mma.cut_down(request, many=many)
             if mma.down_layout(cut_down)[1] <= room:
-                up = mma.mma_up(BACKEND, experts, request, cut_up, fragments=True)
-                return Pair(
-                    up,
-                    mma.mma_down(BACKEND, experts, request, cut_down),
-                    mma.act_words(request) + is_weighed(request),
-                )
+                return mma_pair(experts, request, cut_up, cut_down, many=many)
         if fits_up:
-            up = mma.mma_up(BACKEND, experts, request, cut_up, fragments=False)
-            return Pair(up, rows_down(BACKEND, experts, request), words)
-    return Pair(rows_up(BACKEND, experts, request), rows_down(BACKEND, experts, request), words)
+            up = mma.mma_up(BACKEND, experts, request, cut_up, fragments=False, many=many)
+            return Pair(up, rows_down(BACKEND, experts, request, many=many), words)
+    up = rows_up(BACKEND, experts, request, many=many)
+    return Pair(up, rows_down(BACKEND, experts, request, many=many), words)
+
+
+def mma_pair(
+    experts: ExpertWeights, request: KernelRequest, up: mma.CutUp, down: mma.CutDown, *, many: bool = False
+) -> Pair:
+    """Both tensor-core launches with the given cuts."""
+    return Pair(
+        mma.mma_up(BACKEND, experts, request, up, fragments=True, many=many),
+        mma.mma_down(BACKEND, experts, request, down, many=many),
+        pitch(mma.act_words(request), request),
+    )
 
 
 def capability() -> tuple[int, int] | None:
@@ -62,4 +76,8 @@ def prepare(experts: ExpertWeights, dtype: mx.Dtype, *, tensor_cores: bool = Tru
     """The fused function of one layer; ``tensor_cores=False`` keeps the warp-per-row form (for tests)."""
     request = partial(request_of, experts, experts.activation, rows=1, dtype=dtype, device="cuda")
     chip = capability() if tensor_cores else None
-    return FusedPair(BACKEND, experts, dtype, plan=lambda k: launches(experts, request(top_k=k), chip))
+
+    def plan(top_k: int, many: bool) -> Pair:
+        return launches(experts, request(top_k=top_k), chip, many=many)
+
+    return FusedPair(BACKEND, experts, dtype, plan=plan)

@@ -1,9 +1,10 @@
-"""Runs a pair of launches as one function of a token; shared by the CUDA and the Metal back-end."""
+"""Runs a pair of launches as one function of a few tokens; shared by the CUDA and the Metal back-end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 
 import mlx.core as mx
 
@@ -15,7 +16,7 @@ _Step = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class Pair:
-    """Launches A and B and the float32 words between them."""
+    """Launches A and B and the float32 words of one token between them."""
 
     up: Launch
     down: Launch
@@ -29,38 +30,43 @@ def arrays_of(experts: ExpertWeights) -> dict[str, mx.array]:
 
 @dataclass(eq=False)
 class FusedPair:
-    """One layer's experts as a function of one token (see ``FusedRun``); kernels are made once a top-k.
+    """One layer's experts as a function of a few tokens (see ``FusedRun``).
+
+    Kernels are made once for a top-k and once more for several tokens, whatever their number.
 
     Args:
-        plan: the launches for a top-k.
+        plan: the launches for a top-k, and for several tokens where its second argument is true.
         options: passed to every launch, for tests.
     """
 
     backend: Backend
     experts: ExpertWeights
     dtype: mx.Dtype
-    plan: Callable[[int], Pair]
+    plan: Callable[[int, bool], Pair]
     options: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._arrays = arrays_of(self.experts)
         self._made: dict[tuple[int, tuple[int, ...]], tuple[_Step, _Step]] = {}
 
-    def _step(self, launch: Launch, tokens: list[mx.Dtype], shape: tuple[int, ...], out: mx.Dtype) -> _Step:
+    def _step(
+        self, launch: Launch, tokens: list[mx.Dtype], shape: tuple[int, ...], out: mx.Dtype, count: int
+    ) -> _Step:
         held = [self._arrays[name] for name in launch.inputs[len(tokens) :]]
         dtypes = [*tokens, *(a.dtype for a in held), out]
-        run = launch.make(self.backend, dtypes, [shape], **self.options)
+        run = launch.make(self.backend, dtypes, [shape], count, **self.options)
         return lambda *token: run([*token, *held])[0]
 
     def _make(self, top_k: int, shape: tuple[int, ...]) -> tuple[_Step, _Step]:
-        pair, index, wide = self.plan(top_k), mx.uint32, mx.float32
+        count = prod(shape[:-1])
+        pair, index, wide = self.plan(top_k, count > 1), mx.uint32, mx.float32
         return (
-            self._step(pair.up, [self.dtype, index], (pair.words,), wide),
-            self._step(pair.down, [wide, index, wide], shape, self.dtype),
+            self._step(pair.up, [self.dtype, index], (count * pair.words,), wide, count),
+            self._step(pair.down, [wide, index, wide], shape, self.dtype, count),
         )
 
     def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
-        """``x [..., H]`` (one row), ``indices`` and ``weights`` ``[..., K]`` to ``y`` like ``x``."""
+        """``x [..., H]``, ``indices`` and ``weights`` ``[..., K]`` to ``y`` like ``x``."""
         if indices.dtype != mx.uint32:
             indices = indices.astype(mx.uint32)
         if weights.dtype != mx.float32:

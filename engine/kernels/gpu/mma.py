@@ -1,7 +1,8 @@
 """The tensor-core launches: which request they take, and how the work is cut into blocks.
 
-They take affine 4- and 8-bit weights with 16-bit scales under 16-bit activations; everything else stays with
-the warp-per-row launches. ``mma.cu`` says how the product is laid out.
+They take every format under 16-bit activations; float32 activations and float32 weights stay with the
+warp-per-row launches. ``chunk.cu`` says how the product is laid out, and a codec file (``codec_*.cu``) how
+the codes of a format become bfloat16 values.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights
 from mlx_experts.engine.kernels.gpu.source import (
+    NVFP4_UNIT,
     WARP,
     Backend,
     Launch,
@@ -25,21 +27,36 @@ from mlx_experts.engine.kernels.gpu.source import (
     shared_settings,
     shared_width,
     text,
+    token_settings,
     up_arrays,
     weigh_text,
 )
 from mlx_experts.engine.kernels.request import KernelRequest, Projection
 
-# Nibbles of a row that a warp takes in one step.
-STEP = 128
+# Codes of a row that a warp takes in one step, and those of one lane.
+STEP, CHUNK = 128, 32
 _VECTOR = 16
-_SCALE_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
-
+_SCALE_TYPES = {
+    "bfloat16": "__nv_bfloat16",
+    "float16": "__half",
+    "float32": "float",
+    "uint8": "uint8_t",
+}
+_ACTIVATIONS = ("bfloat16", "float16")
+_CODECS = {
+    "affine": "codec_affine.cu",
+    "mxfp4": "codec_float.cu",
+    "mxfp8": "codec_float.cu",
+    "nvfp4": "codec_float.cu",
+    "plain": "codec_plain.cu",
+}
 
 # From this many tiles on, the tiles themselves fill the device.
-_MANY_TILES = 2048
+_MANY_TILES = 1024
 # Steps of act that a warp of launch B has on their way.
 _STAGES = 4
+# Words of one row that a lane has on their way in launch A and in launch B.
+_HELD_UP, _HELD_DOWN = 16, 8
 
 
 @dataclass(frozen=True)
@@ -74,18 +91,31 @@ class CutDown:
 
 
 def wide(p: Projection) -> int:
-    """Nibbles a weight."""
-    return p.bits // 4
+    """Codes a weight: an affine weight of 8 bits is two of 4."""
+    return 2 if p.format == "affine" and p.bits == 8 else 1
+
+
+def code_bits(p: Projection) -> int:
+    """Bits of one code."""
+    return p.bits // wide(p)
 
 
 def steps(p: Projection) -> int:
-    """Steps a row."""
-    return p.cols * wide(p) // STEP
+    """Steps a row, the last of which may be short."""
+    return -(-p.cols * wide(p) // STEP)
+
+
+def span(p: Projection, halves: int) -> int:
+    """Codes whose products share a column: a scale group's, but a whole chunk's where groups are smaller."""
+    return max(p.group_size * wide(p), CHUNK) if p.group_size else STEP * unit(p, halves)
 
 
 def unit(p: Projection, halves: int) -> int:
-    """Steps that a warp sums over at once: as the product has columns, but no more than 4 (2 with halves)."""
-    return min(4 // halves, 8 // halves * p.group_size * wide(p) // STEP)
+    """Steps that a warp sums over at once: as the product has columns and registers have room for."""
+    if not p.group_size:
+        return 1
+    columns = 8 // halves * max(p.group_size * wide(p), CHUNK) // STEP
+    return min(4 // halves, columns, max(1, 16 // code_bits(p)))
 
 
 def units(p: Projection, halves: int) -> int:
@@ -95,13 +125,9 @@ def units(p: Projection, halves: int) -> int:
 
 def takes(p: Projection) -> bool:
     """Whether a projection's storage fits the tensor-core form, whatever the cut."""
-    return (
-        p.format == "affine"
-        and p.bits in (4, 8)
-        and p.dtype in _SCALE_TYPES
-        and p.cols * wide(p) % STEP == 0
-        and p.cols % p.group_size == 0
-    )
+    stored = p.dtype in _SCALE_TYPES if p.format == "affine" else p.bits <= 16
+    whole = p.cols % CHUNK == 0 and (not p.group_size or p.cols % p.group_size == 0)
+    return p.format in _CODECS and stored and whole
 
 
 def takes_up(request: KernelRequest) -> bool:
@@ -114,12 +140,13 @@ def takes_up(request: KernelRequest) -> bool:
         up.dtype,
     )
     whole = all(rows % rows_a_tile(request) == 0 for rows in (up.rows, shared_width(request)))
-    return alike and takes(up) and request.dtype in _SCALE_TYPES and whole
+    return alike and takes(up) and request.dtype in _ACTIVATIONS and whole
 
 
 def takes_down(request: KernelRequest) -> bool:
     """Whether launch B has one; it reads what the tensor-core launch A leaves."""
     shared = request.shared is None or takes(request.shared.expert.down)
+    # Sums of eight values are exchanged within one tile's rows.
     return takes_up(request) and takes(request.down) and shared and request.down.rows % 16 == 0
 
 
@@ -128,21 +155,29 @@ def rows_a_tile(request: KernelRequest) -> int:
     return 16 if request.gate is None else 8
 
 
-def cut_up(request: KernelRequest) -> CutUp:
+def cut_up(request: KernelRequest, *, many: bool = False) -> CutUp:
     """The cut of launch A: small blocks, of which a multiprocessor holds several.
 
-    Measured on an H200: 768 tiles want four warps each, 3584 tiles want two.
+    Measured on an H200: 768 tiles want four warps each, from 1024 tiles on and for several tokens a warp a
+    tile is best, and 3584 affine tiles want two.
     """
-    many = row_values(request) // rows_a_tile(request) >= _MANY_TILES
-    split = min(2 if many else 4, units(request.up, _halves(request)))
-    return CutUp(teams=max(1, 4 // split) if many else 1, split=split)
+    tiles = row_values(request) // rows_a_tile(request)
+    affine = request.up.format == "affine"
+    wanted = 4 if tiles < _MANY_TILES else 2 if affine and tiles >= 2 * _MANY_TILES else 1
+    split = min(1 if many else wanted, units(request.up, halves(request)))
+    return CutUp(teams=1 if wanted == 4 and not many else max(1, 4 // split), split=split)
 
 
-def cut_down(request: KernelRequest) -> CutDown:
-    """The cut of launch B: one block a multiprocessor, as near as the width allows (measured on an H200)."""
+def cut_down(request: KernelRequest, *, many: bool = False) -> CutDown:
+    """The cut of launch B (measured on an H200): one block a multiprocessor where one unit a warp is all."""
     total = request.top_k * units(request.down, 2)
     total += units(request.shared.expert.down, 2) if request.shared else 0
-    tiles, most = (2, 16) if request.down.rows % 32 == 0 and request.down.rows >= 4096 else (1, 24)
+    affine = request.down.format == "affine"
+    tiles, most = 1, 24 if total <= 24 else 12 if affine else 16
+    if many:
+        most = 8
+    elif affine and request.down.rows % 32 == 0 and request.down.rows >= 4096:
+        tiles, most = 2, 16
     # Equal shares: with one warp fewer, some warp would have a unit more.
     return CutDown(tiles, warps=-(-total // -(-total // most)))
 
@@ -168,12 +203,8 @@ def _layout(**vectors: int) -> tuple[dict[str, int], int]:
 def up_layout(request: KernelRequest, cut: CutUp) -> tuple[dict[str, int], int]:
     """Shared memory of launch A."""
     up = request.up
-    return _layout(
-        X=steps(up) * 16 * _halves(request),
-        ZEROS=13,
-        SUMS=-(-up.cols // up.group_size // 4),
-        RED=cut.warps * 4,
-    )
+    groups = -(-up.cols // up.group_size) if up.format == "affine" else 0
+    return _layout(X=steps(up) * 16 * halves(request), ZEROS=13, SUMS=-(-groups // 4), RED=cut.warps * 4)
 
 
 def down_layout(cut: CutDown) -> tuple[dict[str, int], int]:
@@ -185,15 +216,56 @@ def down_layout(cut: CutDown) -> tuple[dict[str, int], int]:
     )
 
 
-def _halves(request: KernelRequest) -> int:
+def halves(request: KernelRequest) -> int:
     """Parts that x is split into: a bfloat16 is its own high part."""
     return 1 if request.dtype == "bfloat16" else 2
 
 
+def act_steps(request: KernelRequest) -> int:
+    """Steps of act, each expert's last one filled up."""
+    shared = steps(request.shared.expert.down) if request.shared else 0
+    return request.top_k * steps(request.down) + shared
+
+
 def act_words(request: KernelRequest) -> int:
-    """Float32 words that launch A leaves for launch B: two parts of every nibble's input, and the sums."""
-    values = row_values(request)
-    return values * wide(request.down) + values // 8
+    """Float32 words that launch A leaves for launch B: two parts of every code's input, and the sums."""
+    return act_steps(request) * STEP + row_values(request) // 8
+
+
+def _codec(p: Projection, part_halves: int, held: int) -> dict[str, object]:
+    """Names that a codec and the product need."""
+    steps_at_once = unit(p, part_halves)
+    return {
+        "GROUP_SIZE": p.group_size,
+        "BITS": code_bits(p),
+        "WIDE": wide(p),
+        "UNIT": steps_at_once,
+        "SPAN": span(p, part_halves),
+        "AHEAD": max(1, held // (steps_at_once * code_bits(p))),
+        "PER_ROW": p.cols // p.group_size if p.group_size else 0,
+        "SUMMED": int(p.format == "affine"),
+        "SCALE_TYPE": _SCALE_TYPES.get(p.dtype, "float"),
+        "IS_HALF": int(p.format == "plain" and p.dtype == "float16"),
+    }
+
+
+def _scales(part: str, p: Projection, shared: bool) -> str:
+    """The scales of one unit of a row, as an expression in ``row`` (in scales) and ``group``."""
+    if p.format == "plain":
+        return "me_scales{}"
+    arrays = [f"{pick(part, 's', shared)} + (row)"]
+    if p.format == "affine":
+        arrays.append(f"{pick(part, 'b', shared)} + (row)")
+    return f"me_scales_at<per_row>({', '.join(arrays)}, group)"
+
+
+def _texts(p: Projection) -> str:
+    return text("tensor.cu") + text("chunk.cu") + text(_CODECS[p.format]) + text("mma.cu")
+
+
+def _x_factor(p: Projection) -> str:
+    """The power of two that a codec wants x multiplied by, for launch A to multiply act by."""
+    return "1.0f" if p.format in ("affine", "plain") else "0x1p64f"
 
 
 def mma_up(
@@ -203,33 +275,44 @@ def mma_up(
     cut: CutUp,
     *,
     fragments: bool,
+    many: bool = False,
 ) -> Launch:
-    """Launch A. With ``fragments`` its output is what ``mma_down`` reads, else ``act`` as float32."""
+    """Launch A. With ``fragments`` its output is what ``mma_down`` reads, else ``act`` as float32.
+
+    Args:
+        many: for several tokens, whose number follows from the grid.
+    """
     up, two = request.up, request.shared is not None
     begins, room = up_layout(request, cut)
     words = act_words(request) if fragments else row_values(request)
-    tiles = -(-row_values(request) // (rows_a_tile(request) * cut.teams))
-    low = pick("up" if request.gate is None else "gate", "##p", two)
+    tiles = [rows // rows_a_tile(request) for rows in (request.expert_width, shared_width(request))]
+    blocks, own_blocks = (-(-n // cut.teams) for n in tiles)
+    groups = request.top_k * blocks + own_blocks + is_weighed(request)
+    low = "up" if request.gate is None else "gate"
     settings = defines(
         {
             "H": request.input_width,
             "F": request.expert_width,
             "K": request.top_k,
-            "GROUP": up.group_size,
-            "WIDE": wide(up),
+            **_codec(up, halves(request), _HELD_UP),
             "DOWN_WIDE": wide(request.down),
-            "UNIT": unit(up, _halves(request)),
-            "HALVES": _halves(request),
+            "DOWN_BY": _x_factor(request.down),
+            "DOWN_STEPS": act_steps(request),
+            "EXPERT_STEPS": steps(request.down),
+            "HALVES": halves(request),
             "GATED": int(request.gate is not None),
             "FRAGMENTS": int(fragments),
-            "LOW(p)": low,
+            "LOW(p)": pick(low, "##p", two),
             "HIGH(p)": pick("up", "##p", two),
+            "LOW_SCALES(row, group)": _scales(low, up, two),
+            "HIGH_SCALES(row, group)": _scales("up", up, two),
             "END_GATE(v)": "v" if request.gate is None else bias_text("gate", request.gate, "v", "row", two),
             "END_UP(v)": bias_text("up", up, "v", "up_row", two),
             "TEAMS": cut.teams,
             "SPLIT": cut.split,
             **begins,
             **shared_settings(experts, request, words),
+            **token_settings(backend, request, words, groups, many),
         }
     )
     return Launch(
@@ -240,51 +323,53 @@ def mma_up(
         + settings
         + weigh_text(request)
         + (text("rows.h") if is_weighed(request) else "")
-        + text("tensor.cu")
-        + text("mma.cu")
+        + _texts(up)
+        + (text("act.cu") if fragments else "")
         + (activation_text(request.activation) or "")
         + _bounded(cut.warps * WARP),
         source=backend.opening + text("mma_up.cu"),
-        groups=tiles + is_weighed(request),
+        groups=groups,
         warps=cut.warps,
         shared=room,
     )
 
 
-def mma_down(backend: Backend, experts: ExpertWeights, request: KernelRequest, cut: CutDown) -> Launch:
+def mma_down(
+    backend: Backend, experts: ExpertWeights, request: KernelRequest, cut: CutDown, *, many: bool = False
+) -> Launch:
     """Launch B on the fragments of ``mma_up``."""
-    down = request.down
+    down, shared = request.down, request.shared
     begins, room = down_layout(cut)
+    groups = down.rows // (16 * cut.tiles)
+    factor = f" * ({{}} * {NVFP4_UNIT!r}f)" if down.global_scale else ""
+    own = down if shared is None else shared.expert.down
     settings = defines(
         {
             "H": down.rows,
             "F": request.expert_width,
             "K": request.top_k,
-            "GROUP": down.group_size,
-            "WIDE": wide(down),
-            "UNIT": unit(down, 2),
-            "SCALE_TYPE": _SCALE_TYPES[down.dtype],
-            "FRAGMENTS": 0,
-            "SHARE": share_text(request),
+            **_codec(down, 2, _HELD_DOWN),
+            "OWN_PER_ROW": own.cols // own.group_size if own.group_size else 0,
+            "DOWN_SCALES(row, group)": _scales("down", down, False),
+            "OWN_SCALES(row, group)": _scales("shared_down", own, False),
+            "BY_GLOBAL": factor.format("down_g[expert]"),
+            "SHARE": share_text(request) + (factor.format("shared_down_g[0]") if shared else ""),
             "ADD_BIAS": add_down_bias(request),
             "TILES": cut.tiles,
             "WARPS": cut.warps,
             "STAGES": _STAGES,
             **begins,
             **shared_settings(experts, request, act_words(request)),
+            **token_settings(backend, request, act_words(request), groups, many),
         }
     )
     return Launch(
         label="experts_down_mma",
         inputs=("act", "indices", "weights", *down_arrays(experts)),
         outputs=("y",),
-        header=text(backend.prelude)
-        + settings
-        + text("tensor.cu")
-        + text("mma.cu")
-        + _bounded(cut.warps * WARP),
+        header=text(backend.prelude) + settings + _texts(down) + _bounded(cut.warps * WARP),
         source=backend.opening + text("mma_down.cu"),
-        groups=down.rows // (16 * cut.tiles),
+        groups=groups,
         warps=cut.warps,
         shared=room,
     )

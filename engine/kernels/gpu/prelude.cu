@@ -77,3 +77,10 @@ template <int W, typename T> ME_INLINE me_pack<me_uint, W> me_raw(const T* p) {
   }
   return r;
 }
+
+// N values rounded to where a vector may be written.
+template <int N, typename T> ME_INLINE void me_store(T* to, const float (&v)[N]) {
+  me_pack<T, N> all;
+  ME_UNROLL for (int i = 0; i < N; ++i) me_set(&all.v[i], v[i]);
+  *reinterpret_cast<me_pack<T, N>*>(to) = all;
+}

@@ -52,3 +52,7 @@ template <int N, typename T> ME_INLINE float me_load(device const T* p, thread f
   ME_UNROLL for (int i = 0; i < N; ++i) sum += v[i] = me_value(p[i]);
   return sum;
 }
+
+template <int N, typename T> ME_INLINE void me_store(device T* to, thread const float (&v)[N]) {
+  ME_UNROLL for (int i = 0; i < N; ++i) me_set(to + i, v[i]);
+}

@@ -1,5 +1,9 @@
 // Launch B: a warp computes ME_ROWS outputs over all experts, float32 until the one rounding.
-const int first = (group * ME_WARPS + warp) * ME_ROWS;
+const int token = group % ME_TOKENS, first = (group / ME_TOKENS * ME_WARPS + warp) * ME_ROWS;
+indices += token * ME_K;
+weights += token * ME_K;
+act += token * ME_PITCH;
+y += token * ME_H;
 if (first < ME_H) {
   float total[ME_ROWS];
   ME_UNROLL for (int r = 0; r < ME_ROWS; ++r) total[r] = 0.0f;

@@ -1,6 +1,9 @@
 // Launch A: a warp computes one act[k, f], gate and up rows sharing each chunk of x. After the experts' rows
 // come the shared expert's, then the one row that weighs it.
-const int row = group * ME_WARPS + warp;
+const int token = group % ME_TOKENS, row = group / ME_TOKENS * ME_WARPS + warp;
+x += token * ME_H;
+indices += token * ME_K;
+act += token * ME_PITCH;
 if (row < ME_ROUTED + ME_SHARED) {
   const bool own = ME_SHARED > 0 && row >= ME_ROUTED;
   const int64_t e = own ? 0 : indices[row / ME_F];

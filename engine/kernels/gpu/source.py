@@ -25,7 +25,7 @@ _SUFFIXES = {"weight": "w", "scales": "s", "biases": "b", "bias": "c", "global_s
 _FORMATS = {"affine": 0, "mxfp4": 1, "mxfp8": 2, "nvfp4": 3}
 _PLAIN = {"bfloat16": 4, "float16": 5, "float32": 6}
 # A global scale is the tensor's largest magnitude; 448 and 6 are the largest e4m3 and e2m1 values.
-_NVFP4_UNIT = 1.0 / (448.0 * 6.0)
+NVFP4_UNIT = 1.0 / (448.0 * 6.0)
 
 KernelMaker = Callable[..., Any]  # MLX types what both of its makers return as object.
 
@@ -38,11 +38,13 @@ class Backend:
         prelude: the file that defines the names used by the shared bodies.
         opening: statements that declare ``lane``, ``warp`` and ``group``.
         maker: MLX's function for kernels of this kind.
+        groups: the thread groups in the grid, as an expression.
     """
 
     prelude: str
     opening: str
     maker: KernelMaker
+    groups: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Launch:
     """One kernel, ready to be made: text, arrays by name, and size.
 
     Args:
-        groups: thread groups (blocks) in the grid.
+        groups: thread groups (blocks) in the grid for one token.
         warps: warps (SIMD groups) in each.
         shared: bytes of dynamic shared memory in each (CUDA only).
     """
@@ -73,13 +75,19 @@ class Launch:
         return f"{self.label}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def make(
-        self, backend: Backend, dtypes: Sequence[mx.Dtype], shapes: Sequence[tuple[int, ...]], **options: Any
+        self,
+        backend: Backend,
+        dtypes: Sequence[mx.Dtype],
+        shapes: Sequence[tuple[int, ...]],
+        tokens: int = 1,
+        **options: Any,
     ) -> Callable[[Sequence[mx.array]], list[mx.array]]:
         """The launch as a function of its input arrays.
 
         Args:
             dtypes: of the inputs, then of the outputs.
             shapes: of the outputs.
+            tokens: token rows of a call; more than one only for a launch that was made for many.
             options: more arguments of MLX's kernel call, for tests: ``verbose``, ``init_value``.
         """
         how = {"shared_memory": self.shared} if self.shared else {}
@@ -93,7 +101,7 @@ class Launch:
         )
         threads = self.warps * WARP
         call = dict(
-            grid=(self.groups * threads, 1, 1),
+            grid=(tokens * self.groups * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=list(shapes),
             output_dtypes=list(dtypes[len(self.inputs) :]),
@@ -147,7 +155,7 @@ def pick(part: str, suffix: str, shared: bool) -> str:
 def bias_text(part: str, projection: Projection, value: str, index: str, shared: bool = False) -> str:
     """``value`` with the global scale and the bias of the row at an index, as a C expression."""
     if projection.global_scale:
-        value = f"{value} * ({pick(part, 'g', shared)}[e] * {_NVFP4_UNIT!r}f)"
+        value = f"{value} * ({pick(part, 'g', shared)}[e] * {NVFP4_UNIT!r}f)"
     return f"({value} + me_value({pick(part, 'c', shared)}[{index}]))" if projection.bias else f"({value})"
 
 
@@ -209,6 +217,25 @@ def shared_settings(experts: ExpertWeights, request: KernelRequest, values: int)
     }
 
 
+def pitch(words: int, request: KernelRequest) -> int:
+    """Float32 words of act from one token's to the next: whole vectors of 16 bytes."""
+    return -(-(words + is_weighed(request)) // 4) * 4
+
+
+def token_settings(
+    backend: Backend, request: KernelRequest, words: int, groups: int, many: bool
+) -> dict[str, object]:
+    """Names by which a launch finds its token.
+
+    Args:
+        words: float32 words of act a token, without the one that weighs the shared expert.
+        groups: thread groups a token.
+        many: whether there may be more than one token.
+    """
+    tokens = f"(int({backend.groups}) / {groups})" if many else "1"
+    return {"TOKENS": tokens, "PITCH": pitch(words, request)}
+
+
 def weigh_text(request: KernelRequest) -> str:
     """The definitions of the row that weighs the shared expert, for launch A; empty without one."""
     if request.shared is None or request.shared.gate is None:
@@ -248,13 +275,16 @@ def row_values(request: KernelRequest) -> int:
     return request.top_k * request.expert_width + shared_width(request)
 
 
-def rows_up(backend: Backend, experts: ExpertWeights, request: KernelRequest, warps: int = 8) -> Launch:
+def rows_up(
+    backend: Backend, experts: ExpertWeights, request: KernelRequest, warps: int = 8, *, many: bool = False
+) -> Launch:
     """Launch A, a warp a row. Inputs ``x, indices`` and the arrays; output ``act`` ``[K * F]`` float32.
 
     A shared expert's values follow, and then the number that weighs it.
     """
     gate, up, shared = request.gate, request.up, request.shared is not None
     rows = row_values(request)
+    groups = -(-(rows + is_weighed(request)) // warps)
     settings = defines(
         {
             "H": request.input_width,
@@ -267,6 +297,7 @@ def rows_up(backend: Backend, experts: ExpertWeights, request: KernelRequest, wa
             "END_GATE": bias_text("gate", gate, "g", "at", shared) if gate else "g",
             "END_UP": bias_text("up", up, "u", "up_at", shared),
             **shared_settings(experts, request, rows),
+            **token_settings(backend, request, rows, groups, many),
         }
     )
     return Launch(
@@ -279,18 +310,25 @@ def rows_up(backend: Backend, experts: ExpertWeights, request: KernelRequest, wa
         + text("rows.h")
         + (activation_text(request.activation) or ""),
         source=backend.opening + text("rows_up.h"),
-        groups=-(-(rows + is_weighed(request)) // warps),
+        groups=groups,
         warps=warps,
     )
 
 
 def rows_down(
-    backend: Backend, experts: ExpertWeights, request: KernelRequest, warps: int = 8, rows: int = 2
+    backend: Backend,
+    experts: ExpertWeights,
+    request: KernelRequest,
+    warps: int = 8,
+    rows: int = 2,
+    *,
+    many: bool = False,
 ) -> Launch:
     """Launch B, a warp for ``rows`` outputs. Inputs ``act, indices, weights``, the arrays; output ``y``."""
     down = request.down
     shared = request.shared.expert.down if request.shared else None
-    factor = f" * ({{}}_g[e] * {_NVFP4_UNIT!r}f)" if down.global_scale else ""
+    groups = -(-down.rows // (warps * rows))
+    factor = f" * ({{}}_g[e] * {NVFP4_UNIT!r}f)" if down.global_scale else ""
     settings = defines(
         {
             "H": down.rows,
@@ -305,6 +343,7 @@ def rows_down(
             "DOT_SHARED": _dot("shared_down", shared) if shared else "0.0f",
             "ADD_BIAS": add_down_bias(request),
             **shared_settings(experts, request, row_values(request)),
+            **token_settings(backend, request, row_values(request), groups, many),
         }
     )
     return Launch(
@@ -313,6 +352,6 @@ def rows_down(
         outputs=("y",),
         header=text(backend.prelude) + settings + text("rows.h"),
         source=backend.opening + text("rows_down.h"),
-        groups=-(-down.rows // (warps * rows)),
+        groups=groups,
         warps=warps,
     )

@@ -1,4 +1,4 @@
-"""`registry tune`: find and keep this device's break-even expert width."""
+"""`registry tune`: find and keep where this device's fused kernels pay."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ def tune(
         list[str] | None, typer.Argument(help="Families whose shapes to time; one for each width by default.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each path.")] = 21,
+    storages: Annotated[
+        int, typer.Option(min=1, help="How many storage formats to time, the most used ones first.")
+    ] = 11,
     json: Json = False,
 ) -> None:
-    """Time both paths by expert width and keep the width up to which fused is used.
+    """Time the paths of an expert call by storage, width and rows, and keep where each one pays.
 
-    A width is given to the gather path only where fused is slower by more than the noise. The outcome is
-    kept for this device, this MLX version and these kernels; MLX_EXPERTS_FUSED_MAX_DFF overrides it.
+    The most used storage is timed at every width, the others at four; more rows than one at one width.
+    A width or a number of rows is given to the gather path only where another path is slower by more than
+    the noise. The outcome is kept for this device, this MLX version and these kernels;
+    MLX_EXPERTS_FUSED_MAX_DFF overrides its widths.
 
     Example: registry tune
     """
@@ -31,37 +36,51 @@ def tune(
     from mlx_experts.engine.tools import bench_experts as measure
 
     chosen = select(families or [])
-    by_width: dict[str, Shape] = {str(s.width): s for s in sorted(chosen, key=lambda s: s.width)}
-    timings = []
-    for width in track(list(by_width), "timing F =", len(by_width), json):
-        shape = by_width[width]
-        layer = measure.layer_of(shape, measure.Storage(), None)
-        timings.append(measure.compare(layer, rounds=rounds).timing(shape.width))
+    by_width = {s.width: s for s in sorted(chosen, key=lambda s: s.width)}
+    shapes = list(by_width.values())
+    looked_at = {s.name(): s for s in measure.STORAGES[:storages]}
+    timings: list[kept.Timing] = []
+    for name in track(list(looked_at), "timing", len(looked_at), json):
+        storage = looked_at[name]
+        its = shapes if storage == measure.STORAGES[0] or families else _spread(shapes, 4)
+        timings += measure.tuned_timings(its, storage, rounds)
     device = current_device()
-    bound = kept.save(device, timings)
+    bounds = kept.save(device, timings)
     if json:
-        found = {"max_width": bound.max_width, "timings": [asdict(t) for t in timings]}
+        found = {
+            "bounds": {storage: asdict(b) for storage, b in bounds.items()},
+            "timings": [asdict(t) for t in timings],
+        }
         print_json({**measure.about(), **found, "file": str(kept.cache_file())})
         return
-    print(f"{measure.about()['device']}: gather against fused by expert width")
+    print(f"{measure.about()['device']}: gather against the other paths")
     print_table(
         "",
-        ("F", "gather µs", "fused µs", "ratio", "± %", ""),
+        ("storage", "F", "rows", "path", "gather µs", "µs", "ratio", "± %", ""),
         [
             (
+                t.storage,
                 t.width,
+                t.rows,
+                t.path,
                 f"{t.gather_us:.0f}",
                 f"{t.fused_us:.1f}",
                 f"{t.ratio:.2f}x",
                 f"{t.noise:.0%}".rstrip("%"),
-                "fused loses" if t.loses else "",
+                "loses" if t.loses else "",
             )
             for t in timings
         ],
     )
-    print(
-        f"fused up to F = {bound.max_width}"
-        if bound.max_width is not None
-        else "fused at every width measured"
-    )
+    for stored, b in bounds.items():
+        width = "every width measured" if b.max_width is None else f"F <= {b.max_width}"
+        many = "never" if b.many_from is None else f"from {b.many_from} rows on"
+        print(f"{stored}: fused at {width} and up to {b.max_rows} rows, the path for many rows {many}")
     print(f"kept in {kept.cache_file()}")
+
+
+def _spread(shapes: list[Shape], count: int) -> list[Shape]:
+    """Shapes from the narrowest to the widest, in steps as even as can be."""
+    last = len(shapes) - 1
+    picked = {round(i * last / max(count - 1, 1)) for i in range(count)}
+    return [shapes[i] for i in sorted(picked)]

@@ -89,5 +89,6 @@ def _print_sizes(r: Inspection) -> None:
         out.print(f"  {count} modules {text}")
     out.print(
         f"memory: weights {_size(r.weight_bytes)}, cache {_size(r.cache_bytes)} at {r.context} tokens, "
-        f"of {_size(r.machine_bytes)} here: {'fits' if r.fits else 'DOES NOT FIT'}"
+        + (f"{_size(r.workspace_bytes)} for the experts of many rows, " if r.workspace_bytes else "")
+        + f"of {_size(r.machine_bytes)} here: {'fits' if r.fits else 'DOES NOT FIT'}"
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_experts.engine.dispatch import eligibility
-from mlx_experts.engine.dispatch.policy import WIDTH_BOUND, Policy
+from mlx_experts.engine.dispatch.policy import WIDTH_BOUND, Bounds, Policy
 from mlx_experts.engine.kernels import activations
 from mlx_experts.engine.kernels.request import (
     Accept,
@@ -84,7 +84,7 @@ DECLINED = {
     "widths": replace(GOOD, up=projection(F, H + 32), gate=projection(F, H + 32), down=projection(H + 32, F)),
 }
 MORE_DECLINED = [
-    ("rows", replace(GOOD, rows=2, device="metal")),
+    ("rows", replace(GOOD, rows=17, device="metal")),
     ("top_k", replace(GOOD, top_k=0)),
     ("activation", replace(GOOD, gate=None)),
     ("activation", replace(GOOD, activation=replace(GOOD.activation, gated=False))),
@@ -120,6 +120,39 @@ def test_gate_declines(rule, asked_for):
 def test_every_rule_has_a_declining_case():
     covered = {*DECLINED, "switch", "width_bound"}
     assert {rule.__name__.lstrip("_") for rule in eligibility.RULES} == covered
+
+
+@pytest.mark.parametrize(("rows", "accepted"), [(0, False), (1, True), (4, True), (5, False)])
+def test_several_rows_up_to_the_bound_of_the_storage(rows, accepted):
+    policy = Policy(measured={GOOD.up.storage: Bounds(max_rows=4)}, otherwise=Bounds(max_rows=16))
+    verdict = eligibility.check(replace(GOOD, device="cuda", rows=rows), policy)
+    assert isinstance(verdict, Accept) is accepted
+    if isinstance(verdict, Decline):
+        assert (verdict.rule, verdict.wanted) == ("rows", "1 to 4")
+
+
+def test_a_device_takes_no_more_rows_than_its_kernel():
+    policy = Policy(otherwise=Bounds(max_rows=64))
+    assert isinstance(eligibility.check(replace(GOOD, device="cuda", rows=16), policy), Accept)
+    assert isinstance(eligibility.check(replace(GOOD, device="cuda", rows=17), policy), Decline)
+
+
+@pytest.mark.parametrize(
+    ("change", "start", "rule"),
+    [
+        (dict(), 17, None),
+        (dict(), 33, "rows"),
+        (dict(), None, "rows"),
+        (dict(adapted=True), 17, "adapted"),
+        (dict(training=True), 17, "training"),
+        (dict(dtype="float64"), 17, "dtype"),
+        (dict(up=replace(GOOD.up, group_size=16)), 17, "group_size"),
+    ],
+)
+def test_the_path_for_many_rows_starts_where_it_pays(change, start, rule):
+    request = replace(GOOD, rows=20, device="cuda", **change)
+    verdict = eligibility.check_many(request, Policy(otherwise=Bounds(many_from=start), max_width=0))
+    assert (verdict.rule if isinstance(verdict, Decline) else None) == rule
 
 
 def test_the_switch_declines_and_says_who_set_it():

@@ -139,10 +139,14 @@ def test_a_decision_made_while_another_thread_replaces_weights_is_not_kept(conta
 
 
 def test_a_tuned_bound_is_used(container, token, fresh_trace):
-    tuning_cache.save(
-        "cpu", [tuning_cache.Timing(100, 2.0, 1.0, 0.01), tuning_cache.Timing(192, 1.0, 2.0, 0.01)]
-    )
-    ExpertDispatch("layers.0", SWIGLU)(container(width=192), *token())
+    c = container(width=192)
+    storage = expert_weights.read(c, SWIGLU).up.projection.storage
+    timings = [
+        tuning_cache.Timing(100, 2.0, 1.0, 0.01, storage),
+        tuning_cache.Timing(192, 1.0, 2.0, 0.01, storage),
+    ]
+    tuning_cache.save("cpu", timings)
+    ExpertDispatch("layers.0", SWIGLU)(c, *token())
     (row,) = fresh_trace.snapshot()
     assert (row.path, row.reason) == ("gather", "width_bound")
     assert "registry tune" in row.note
@@ -422,3 +426,26 @@ def test_a_shared_expert_under_an_adapter_is_added_apart_and_the_trace_says_why(
     (row,) = fresh_trace.snapshot()
     assert row.path == "fused"
     assert "adapter" in row.note
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "with a shared expert still to be added"])
+def test_many_rows_take_the_path_that_was_found_to_pay(container, token, fresh_trace, beside):
+    c = container(width=192)
+    storage = expert_weights.read(c, SWIGLU).up.projection.storage
+    timings = [
+        tuning_cache.Timing(192, 1.0, 2.0, 0.01, storage, 2),
+        tuning_cache.Timing(192, 2.0, 1.0, 0.01, storage, 32, "many"),
+    ]
+    tuning_cache.save("cpu", timings)
+    call = tuple(token(rows=40))
+    shared = None
+    if beside:
+        width = call[0].shape[-1]
+        parts = {n: nn.Linear(width, width) for n in ("gate", "up", "down")}
+        shared = expert_weights.SharedModules(parts, SWIGLU, None)
+    y, added = ExpertDispatch("layers.0", SWIGLU).bind(c, shared)(*call, "cpu")
+    (row,) = fresh_trace.snapshot()
+    assert (row.path, row.rows, row.reason) == ("dequantized", "33-64", "cpu")
+    truth = naive.experts_in_float32(expert_weights.read(c, SWIGLU), *call)
+    assert relative_rms(y, truth) < 1e-5
+    assert not added

@@ -46,6 +46,7 @@ _ATTRIBUTE_VALUES = {
     "thread_index_in_simdgroup": "uint(host::lane())",
     "simdgroup_index_in_threadgroup": "uint(host::warp())",
     "threadgroup_position_in_grid": "uint3{uint(host::group), 0, 0}",
+    "threadgroups_per_grid": "uint3{uint(host::groups), 1, 1}",
 }
 _GROUP_ARRAY = re.compile(r"^(#define ME_GROUP_ARRAY\(T, name, n\)).*$", re.M)
 _GROUP_SPACE = {"metal": "threadgroup", "cuda": ""}
@@ -109,6 +110,7 @@ class HostDevice:
         inputs: Sequence[mx.array],
         outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
         change: Callable[[str], str] = lambda t: t,
+        tokens: int = 1,
     ) -> list[np.ndarray]:
         """The launch's outputs as float32 (or as they are, when integers), from poisoned memory.
 
@@ -123,7 +125,7 @@ class HostDevice:
         held = [np.ascontiguousarray(_raw(a)) for a in inputs]
         made = [np.full(int(np.prod(s)) * d.size, 0xFF, np.uint8) for s, d in outputs]
         pointers = (ctypes.c_void_p * (len(held) + len(made)))(*(a.ctypes.data for a in [*held, *made]))
-        entry(launch.groups, launch.warps * 32, pointers)
+        entry(tokens * launch.groups, launch.warps * 32, pointers)
         return [_read(m, s, d) for m, (s, d) in zip(made, outputs, strict=True)]
 
     def call(
@@ -196,7 +198,7 @@ def _raw(a: mx.array) -> np.ndarray:
 def _read(m: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
     if dtype in (mx.bfloat16, mx.float16):
         return np.array(mx.array(m.view(np.uint16)).view(dtype).astype(mx.float32)).reshape(shape)
-    return m.view(np.uint32 if dtype == mx.uint32 else np.float32).reshape(shape)
+    return m.view(np.uint32 if dtype in (mx.uint32, mx.int32) else np.float32).reshape(shape)
 
 
 def _host(kind: str, factory: pytest.TempPathFactory) -> HostDevice:
@@ -220,13 +222,14 @@ def host_cuda(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
 
 @dataclass(frozen=True)
 class Case:
-    """One token and its experts, by the properties that kernels depend on.
+    """A few tokens and their experts, by the properties that kernels depend on.
 
     Args:
         down: format, bits and group size of the down projection where they differ.
         shared: width of a shared expert that is stored as the others are; 0 for none.
         weighed: bits of the row whose sigmoid weighs it (16 or 32: a plain row); 0 for none.
         joined: its gate and up projections are one matrix.
+        rows: tokens.
     """
 
     dtype: mx.Dtype = mx.bfloat16
@@ -246,6 +249,7 @@ class Case:
     shared: int = 0
     weighed: int = 0
     joined: bool = False
+    rows: int = 1
 
     def __str__(self) -> str:
         default = Case()
@@ -280,14 +284,15 @@ class Built:
     ) -> np.ndarray:
         """Both launches on the CPU."""
         up, down = self.launch_inputs(pair)
-        (act,) = host.run(backend, pair.up, up, [((pair.words,), mx.float32)], change)
+        tokens = self.x.shape[0]
+        (act,) = host.run(backend, pair.up, up, [((tokens * pair.words,), mx.float32)], change, tokens)
         down[0] = mx.array(act)
-        return host.run(backend, pair.down, down, [(self.x.shape, self.x.dtype)], change)[0]
+        return host.run(backend, pair.down, down, [(self.x.shape, self.x.dtype)], change, tokens)[0]
 
     def launch_inputs(self, pair: Pair) -> tuple[list[mx.array], list[mx.array]]:
         """What each launch reads, ``act`` still empty."""
         held = arrays_of(self.experts) | {"x": self.x, "indices": self.indices, "weights": self.weights}
-        held["act"] = mx.zeros((pair.words,))
+        held["act"] = mx.zeros((self.x.shape[0] * pair.words,))
         return [held[n] for n in pair.up.inputs], [held[n] for n in pair.down.inputs]
 
 
@@ -314,11 +319,13 @@ def build(case: Case, device: str) -> Built:
     if case.shared:
         experts = dataclasses.replace(experts, shared=_shared(case, activation))
     request = expert_weights.request_of(
-        experts, activation, rows=1, top_k=case.top_k, dtype=case.dtype, device=device
+        experts, activation, rows=case.rows, top_k=case.top_k, dtype=case.dtype, device=device
     )
-    x = mx.random.normal((1, case.hidden)).astype(case.dtype)
-    chosen = np.random.default_rng(7).permutation(case.experts)[: case.top_k].astype(np.uint32)
-    indices, weights = mx.array(chosen)[None], mx.softmax(mx.random.normal((1, case.top_k)), axis=-1)
+    x = mx.random.normal((case.rows, case.hidden)).astype(case.dtype)
+    draw = np.random.default_rng(7)
+    chosen = np.stack([draw.permutation(case.experts)[: case.top_k] for _ in range(case.rows)])
+    indices = mx.array(chosen.astype(np.uint32))
+    weights = mx.softmax(mx.random.normal((case.rows, case.top_k)), axis=-1)
     truth = np.array(naive.experts_in_float32(experts, x, indices, weights))
     return Built(experts, request, x, indices, weights, truth)
 

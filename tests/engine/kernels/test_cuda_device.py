@@ -7,9 +7,11 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_experts.engine.kernels import activations
+from mlx_experts.engine.kernels import activations, gather
 from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.gpu.grouped import experts as grouped
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair
 
 pytestmark = pytest.mark.cuda
@@ -62,6 +64,46 @@ def test_formats(stored, dtype, build_case, case_type):
 def test_formats_a_warp_a_row(stored, build_case, case_type):
     mode, bits, group = stored
     check(build_case(case_type(mode=mode, bits=bits, group=group, bias=True), "cuda"), tensor_cores=False)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16])
+@pytest.mark.parametrize(
+    "stored", [("affine", 4, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16), ("plain", 16, 0)], ids=str
+)
+def test_several_tokens(stored, rows, build_case, case_type):
+    mode, bits, group = stored
+    case = case_type(mode=mode, bits=bits, group=group, rows=rows, hidden=352, width=160, top_k=4, bias=True)
+    check(build_case(case, "cuda"))
+    check(build_case(case, "cuda"), tensor_cores=False)
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_many_tokens(stored, build_case, case_type):
+    mode, bits, group = stored
+    width, hidden = (160, 352) if group in (0, 16, 32) else (128, 384)
+    case = case_type(mode=mode, bits=bits, group=group, rows=150, hidden=hidden, width=width, bias=True)
+    built = build_case(case, "cuda")
+    run = grouped.prepare(built.experts, built.request)
+    assert isinstance(run, grouped.GroupedExperts)
+    run.options["init_value"] = float("nan")
+    first, again = (run(built.x, built.indices, built.weights) for _ in range(2))
+    # Weights and activations are rounded to bfloat16 once more.
+    assert built.distance(first) < 7e-3
+    assert np.array_equal(np.array(first.astype(mx.float32)), np.array(again.astype(mx.float32)))
+    assert (
+        grouped.prepare(built.experts, built.request, mx.float32)(built.x, built.indices, built.weights).dtype
+        == mx.float32
+    )
+
+
+def test_products_of_plain_weights_are_right_for_many_rows(build_case, case_type):
+    """MLX's product of ordered rows is not."""
+    built = build_case(case_type(mode="plain", rows=40), "cuda")
+    container = SwitchGLU(256, 128, 5)
+    for name, stack in zip(("gate_proj", "up_proj", "down_proj"), built.experts.stacks(), strict=True):
+        container[name].weight = stack.weight
+    y = gather.experts(container, built.experts.activation, built.x, built.indices, built.weights)
+    assert built.distance(y) < 5e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,8 +184,8 @@ def test_a_planted_mistake_is_noticed(right, wrong, tensor_cores, build_case, ca
     run = cuda.prepare(built.experts, mx.bfloat16, tensor_cores=tensor_cores)
     plan = run.plan
 
-    def planted(top_k: int):
-        pair = plan(top_k)
+    def planted(top_k: int, many: bool):
+        pair = plan(top_k, many)
         assert right in pair.up.header
         up = dataclasses.replace(pair.up, header=pair.up.header.replace(right, wrong))
         return dataclasses.replace(pair, up=up)

@@ -23,6 +23,8 @@ CASES = {
     "plain_bfloat16": dict(mode="plain", top_k=8, experts=12),
     "plain_float16": dict(mode="plain", dtype=mx.float16),
     "plain_float32": dict(mode="plain", dtype=mx.float32, activation="geglu"),
+    "several_tokens": dict(rows=3, mode="mxfp4", group=32, bias=True),
+    "several_tokens_of_top_8": dict(rows=5, top_k=8, experts=9, dtype=mx.float32),
 }
 
 
@@ -34,7 +36,7 @@ def same(text: str) -> str:
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_text_matches_truth_on_the_cpu(options, build_case, case_type, host_metal):
     built = build_case(case_type(**options), "metal")
-    pair = metal.launches(built.experts, built.request)
+    pair = metal.launches(built.experts, built.request, many=built.request.rows > 1)
     assert built.distance(built.run_on(host_metal, metal.BACKEND, pair, same)) < LIMITS[built.x.dtype]
 
 
@@ -57,6 +59,18 @@ def test_a_planted_mistake_is_noticed(right, wrong, build_case, case_type, host_
     built = build_case(case_type(), "metal")
     pair = metal.launches(built.experts, built.request)
     assert right in pair.up.header + pair.up.source
+    mistaken = built.run_on(host_metal, metal.BACKEND, pair, lambda t: t.replace(right, wrong))
+    assert not built.distance(mistaken) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("x += token * ME_H", "x += 0"), ("y += token * ME_H", "y += 0"), ("token * ME_K", "0")],
+)
+def test_a_planted_mistake_between_tokens_is_noticed(right, wrong, build_case, case_type, host_metal):
+    built = build_case(case_type(rows=3), "metal")
+    pair = metal.launches(built.experts, built.request, many=True)
+    assert right in pair.up.source + pair.down.source
     mistaken = built.run_on(host_metal, metal.BACKEND, pair, lambda t: t.replace(right, wrong))
     assert not built.distance(mistaken) < 5e-3
 

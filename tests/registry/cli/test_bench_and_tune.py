@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from mlx_experts.engine.dispatch import tuning_cache
-from mlx_experts.engine.dispatch.policy import TunedBound
+from mlx_experts.engine.dispatch.policy import Bounds, Tuned
 from mlx_experts.engine.tools import bench_experts as measure
 from mlx_experts.registry.catalog import public_shapes as shapes
 from mlx_experts.registry.catalog.public_shapes import Shape
@@ -99,16 +99,20 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(tmp_path, mo
 
 
 def test_tune_keeps_a_bound_and_says_where(tmp_path):
-    result = run(tune_verb, "--rounds", "5", "--json")
+    result = run(tune_verb, "--rounds", "5", "--storages", "2", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
-    assert [t["width"] for t in report["timings"]] == [64, 128]
+    for storage in ("affine 4-bit g64", "mxfp4 4-bit g32"):
+        its = [t for t in report["timings"] if t["storage"] == storage and t["rows"] == 1]
+        assert [(t["width"], t["path"]) for t in its] == [(64, "fused"), (128, "fused")]
+    assert {t["rows"] for t in report["timings"]} == {1, 2, 4, 8, 16}
     assert report["file"] == str(tmp_path / "kept" / "tune.json")
-    assert tuning_cache.bound("cpu") == TunedBound(report["max_width"])
+    bounds = {storage: Bounds(**b) for storage, b in report["bounds"].items()}
+    assert tuning_cache.bound("cpu") == Tuned(bounds)
 
 
 def test_tune_prints_a_table_and_its_outcome():
-    result = run(tune_verb, "narrow", "--rounds", "5")
+    result = run(tune_verb, "narrow", "--rounds", "5", "--storages", "1")
     assert result.exit_code == 0, result.output
     assert "fused" in result.output
     assert str(tuning_cache.cache_file()) in result.output

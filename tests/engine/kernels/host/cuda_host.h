@@ -13,6 +13,7 @@ using std::size_t;
 #define __forceinline__ inline
 #define threadIdx (host::Index{unsigned(host::current)})
 #define blockIdx (host::Index{unsigned(host::group)})
+#define gridDim (host::Index{unsigned(host::groups)})
 
 namespace host {
 struct Index {
@@ -21,6 +22,7 @@ struct Index {
 struct Copy {
   void* to;
   const void* from;
+  bool there;
 };
 // What each thread has asked for, by group; nothing arrives before it is waited for.
 inline std::vector<std::deque<std::vector<Copy>>> asked;
@@ -78,13 +80,23 @@ inline bool me_is_last(const unsigned* counter, int blocks, int tid, bool* said)
 inline float me_fresh(const float* p) { return *p; }
 
 inline unsigned me_bfloat(float v) { return host::to_bfloat(v); }
-inline unsigned me_nibbles(unsigned w) { return (w & 0x000F000Fu) | 0x43004300u; }
-inline void me_copy(uint4* to, const void* from) { host::asked[host::current].back().push_back({to, from}); }
+inline unsigned me_bfloats(float low, float high) {
+  return host::to_bfloat(low) | unsigned(host::to_bfloat(high)) << 16;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
+}
+template <unsigned MASK> unsigned me_nibbles(unsigned w) { return (w & MASK) | 0x43004300u; }
+inline void me_copy(uint4* to, const void* from, bool there) {
+  host::asked[host::current].back().push_back({to, from, there});
+}
 inline void me_commit() { host::asked[host::current].emplace_back(); }
 template <int N> void me_wait() {
   auto& groups = host::asked[host::current];
   while (groups.size() > N + 1) {
-    for (const auto& c : groups.front()) std::memcpy(c.to, c.from, 16);
+    for (const auto& c : groups.front()) {
+      if (c.there) std::memcpy(c.to, c.from, 16); else std::memset(c.to, 0, 16);
+    }
     groups.pop_front();
   }
 }
