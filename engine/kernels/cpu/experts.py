@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_experts.engine.kernels.activations import lookup
 from mlx_experts.engine.kernels.cpu import stacks, start
-from mlx_experts.engine.kernels.cpu.stacks import Plan, address
+from mlx_experts.engine.kernels.cpu.stacks import Plan, addresses
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights, SharedExpertWeights
 from mlx_experts.engine.kernels.naive import dequantised
 from mlx_experts.engine.kernels.request import Decline
@@ -116,11 +116,11 @@ class _Layer:
     def of(cls, experts: ExpertWeights) -> _Layer:
         arrays = tuple(_arrays(experts))
         shared = None if experts.shared is None else _Shared.of(experts.shared)
-        return cls(arrays, tuple(map(address, arrays)), _Layout.of(experts), shared)
+        return cls(arrays, addresses(arrays), _Layout.of(experts), shared)
 
     def moved(self) -> bool:
         """Whether an array was changed in place and lies elsewhere since."""
-        return tuple(map(address, self.arrays)) != self.addresses
+        return addresses(self.arrays) != self.addresses
 
 
 def _arrays(experts: ExpertWeights) -> list[mx.array]:
@@ -158,7 +158,7 @@ class FusedExperts:
         layer = self._layer
         if layer.moved():
             layer = self._layer = _Layer.of(self._experts)
-        rows, chosen, shares = (stacks.rows_of(a) for a in inputs)
+        rows, chosen, shares = map(stacks.rows_of, inputs)
         out = stacks.fresh(x.shape)
         flat = out.reshape(rows.shape)
         layer.routed.run(rows, chosen, shares, flat)

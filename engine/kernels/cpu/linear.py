@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_experts.engine.kernels.cpu import stacks, start
-from mlx_experts.engine.kernels.cpu.stacks import address
+from mlx_experts.engine.kernels.cpu.stacks import addresses
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.request import Decline
 
@@ -33,7 +33,7 @@ class FusedLinear:
         self._place()
 
     def _place(self) -> None:
-        self._addresses = tuple(map(address, self._arrays))
+        self._addresses = addresses(self._arrays)
         self._plan = stacks.plan(self._stack)
 
     def __call__(self, x: mx.array) -> mx.array | Decline:
@@ -44,7 +44,7 @@ class FusedLinear:
         wide = x.astype(mx.float32)
         if not stacks.evaluated(wide):
             return stacks.TRANSFORMED
-        if tuple(map(address, self._arrays)) != self._addresses:
+        if addresses(self._arrays) != self._addresses:
             self._place()
         out = stacks.fresh((*x.shape[:-1], self._stack.projection.rows))
         if x.size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -46,6 +47,14 @@ def kind_of(projection: Projection) -> Projection:
 def address(array: mx.array) -> int:
     """Where the data of an evaluated array without gaps lies."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+
+
+_BYTE_OF = ctypes.c_char.from_buffer
+
+
+def addresses(arrays: Iterable[mx.array]) -> tuple[int, ...]:
+    """As :func:`address` for each; asked at every call, so without a Python call for each array."""
+    return tuple(map(ctypes.addressof, map(_BYTE_OF, arrays)))  # type: ignore[arg-type]
 
 
 def float32(array: mx.array | None) -> np.ndarray:
