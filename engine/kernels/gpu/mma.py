@@ -21,6 +21,7 @@ from mlx_experts.engine.kernels.gpu.source import (
     defines,
     down_arrays,
     is_weighed,
+    opening,
     pick,
     row_values,
     share_text,
@@ -312,7 +313,7 @@ def mma_up(
             "SPLIT": cut.split,
             **begins,
             **shared_settings(experts, request, words),
-            **token_settings(backend, request, words, groups, many),
+            **token_settings(request, words, groups, many),
         }
     )
     return Launch(
@@ -327,7 +328,7 @@ def mma_up(
         + (text("act.cu") if fragments else "")
         + (activation_text(request.activation) or "")
         + _bounded(cut.warps * WARP),
-        source=backend.opening + text("mma_up.cu"),
+        source=opening(backend, many) + text("mma_up.cu"),
         groups=groups,
         warps=cut.warps,
         shared=room,
@@ -360,7 +361,7 @@ def mma_down(
             "STAGES": _STAGES,
             **begins,
             **shared_settings(experts, request, act_words(request)),
-            **token_settings(backend, request, act_words(request), groups, many),
+            **token_settings(request, act_words(request), groups, many),
         }
     )
     return Launch(
@@ -368,7 +369,7 @@ def mma_down(
         inputs=("act", "indices", "weights", *down_arrays(experts)),
         outputs=("y",),
         header=text(backend.prelude) + settings + _texts(down) + _bounded(cut.warps * WARP),
-        source=backend.opening + text("mma_down.cu"),
+        source=opening(backend, many) + text("mma_down.cu"),
         groups=groups,
         warps=cut.warps,
         shared=room,

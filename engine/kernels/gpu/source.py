@@ -222,9 +222,12 @@ def pitch(words: int, request: KernelRequest) -> int:
     return -(-(words + is_weighed(request)) // 4) * 4
 
 
-def token_settings(
-    backend: Backend, request: KernelRequest, words: int, groups: int, many: bool
-) -> dict[str, object]:
+def opening(backend: Backend, many: bool) -> str:
+    """What a body begins with; MLX declares Metal's attributes only where the body itself names them."""
+    return backend.opening + (f"const int all_groups = int({backend.groups});\n" if many else "")
+
+
+def token_settings(request: KernelRequest, words: int, groups: int, many: bool) -> dict[str, object]:
     """Names by which a launch finds its token.
 
     Args:
@@ -232,7 +235,7 @@ def token_settings(
         groups: thread groups a token.
         many: whether there may be more than one token.
     """
-    tokens = f"(int({backend.groups}) / {groups})" if many else "1"
+    tokens = f"(all_groups / {groups})" if many else "1"
     return {"TOKENS": tokens, "PITCH": pitch(words, request)}
 
 
@@ -297,7 +300,7 @@ def rows_up(
             "END_GATE": bias_text("gate", gate, "g", "at", shared) if gate else "g",
             "END_UP": bias_text("up", up, "u", "up_at", shared),
             **shared_settings(experts, request, rows),
-            **token_settings(backend, request, rows, groups, many),
+            **token_settings(request, rows, groups, many),
         }
     )
     return Launch(
@@ -309,7 +312,7 @@ def rows_up(
         + weigh_text(request)
         + text("rows.h")
         + (activation_text(request.activation) or ""),
-        source=backend.opening + text("rows_up.h"),
+        source=opening(backend, many) + text("rows_up.h"),
         groups=groups,
         warps=warps,
     )
@@ -343,7 +346,7 @@ def rows_down(
             "DOT_SHARED": _dot("shared_down", shared) if shared else "0.0f",
             "ADD_BIAS": add_down_bias(request),
             **shared_settings(experts, request, row_values(request)),
-            **token_settings(backend, request, row_values(request), groups, many),
+            **token_settings(request, row_values(request), groups, many),
         }
     )
     return Launch(
@@ -351,7 +354,7 @@ def rows_down(
         inputs=("act", "indices", "weights", *down_arrays(experts)),
         outputs=("y",),
         header=text(backend.prelude) + settings + text("rows.h"),
-        source=backend.opening + text("rows_down.h"),
+        source=opening(backend, many) + text("rows_down.h"),
         groups=groups,
         warps=warps,
     )
