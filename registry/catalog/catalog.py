@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -23,10 +23,19 @@ from mlx_experts.registry.catalog.unsupported import declared_reason, versions_h
 from mlx_experts.registry.catalog.validation_errors import at, spec_error
 from mlx_experts.registry.catalog.yaml_reader import Lines, not_yaml, read_text, read_yaml
 from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
-from mlx_experts.registry.spec.checkpoint import PerExpert, Stacked
-from mlx_experts.registry.spec.family import ConfigTest, Family, MixerSpec
+from mlx_experts.registry.spec.config_test import ConfigTest
 
-_MIXER: TypeAdapter[Any] = TypeAdapter(MixerSpec)
+if TYPE_CHECKING:
+    from mlx_experts.registry.spec.family import Family
+
+
+@functools.cache
+def _mixer() -> TypeAdapter[Any]:
+    from mlx_experts.registry.spec.family import MixerSpec
+
+    return TypeAdapter(MixerSpec)
+
+
 HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_keys")
 
 
@@ -236,7 +245,7 @@ def mixers(family: Family, lines: Lines | None = None, path: Path | None = None)
             found[name] = None
             continue
         try:
-            found[name] = _MIXER.validate_python(merge(raw, change))
+            found[name] = _mixer().validate_python(merge(raw, change))
         except ValidationError as error:
             file = path or Path(f"{family.family}.yaml")
             raise spec_error(error, lines or {}, file, ("variants", name)) from error
@@ -268,6 +277,9 @@ def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
     Raises:
         SpecError: naming file, line, key and, for an unknown key, the nearest known one.
     """
+    # Building these models takes longer than reading every file's names, which needs none of them.
+    from mlx_experts.registry.spec.family import Family
+
     try:
         family = Family.model_validate(data)
     except ValidationError as error:
@@ -292,6 +304,8 @@ def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:
 
 def _check_leaves(family: Family, lines: Lines, path: Path) -> None:
     """A layout of experts names as many leaves as its experts have projections."""
+    from mlx_experts.registry.spec.checkpoint import PerExpert, Stacked
+
     gated = family.moe.experts.kind == "glu"
     for i, layout in enumerate(family.expert_layouts):
         if isinstance(layout, Stacked):

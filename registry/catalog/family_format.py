@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel
 
 from mlx_experts.registry.catalog.shorthand import REFERENCE, SIZE, VERBATIM
-from mlx_experts.registry.catalog.yaml_reader import parse
+from mlx_experts.registry.catalog.yaml_reader import LOADER, parse
 from mlx_experts.registry.spec.attention import GqaSpec, MixerSpec, PluginMixerSpec
 from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec
@@ -85,7 +85,7 @@ def _comments(text: str) -> list[tuple[int, str, bool]]:
     """Every comment: where it stands, its text, and whether it has its line to itself."""
     found = []
     end = 0
-    for token in yaml.scan(text):
+    for token in yaml.scan(text, Loader=LOADER):
         if token.start_mark.index > end:
             for match in re.finditer(r"#[^\n]*", text[end : token.start_mark.index]):
                 at = end + match.start()

@@ -12,7 +12,7 @@ from mlx_experts.registry.errors import SpecError
 KeyPath = tuple[str | int, ...]
 Lines = dict[KeyPath, tuple[str, int]]
 # Both build plain data only; libyaml's is several times faster where PyYAML was built with it.
-_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 # Past every size and scale that a family has; Python itself refuses to read numbers of thousands.
 _DIGITS = 40
 
@@ -30,7 +30,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
     text = read_text(path)
     node, lines = parse(text, path)
     try:
-        data: dict[str, Any] = _LOADER("").construct_document(node)
+        data: dict[str, Any] = LOADER("").construct_document(node)
     except yaml.YAMLError as error:
         raise not_yaml(error, path, text) from error
     return data, lines
@@ -40,7 +40,7 @@ def parse(text: str, path: Path) -> tuple[yaml.MappingNode, Lines]:
     """The YAML mapping that a text is, as PyYAML's nodes; otherwise as :func:`read_yaml`."""
     lines: Lines = {}
     try:
-        node = _LOADER(text).get_single_node()
+        node = LOADER(text).get_single_node()
         if node is not None:
             _walk(node, (), path, lines, set())
     except yaml.YAMLError as error:

@@ -18,7 +18,6 @@ from typing import Annotated, NamedTuple
 import typer
 from typer.exceptions import TyperException
 
-from mlx_experts.registry.cli.common import versions
 from mlx_experts.registry.cli.entry import INTERRUPTED
 from mlx_experts.registry.errors import RegistryError
 
@@ -82,6 +81,8 @@ def _asked(arguments: list[str]) -> Iterable[str]:
 
 
 def _versions() -> str:
+    from mlx_experts.registry.cli.common import versions
+
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 

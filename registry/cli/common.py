@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from mlx_experts.plugins.manager import add_plugin_file, family_folders
-from mlx_experts.registry.catalog.catalog import Catalog
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mlx_experts.registry.catalog.catalog import Catalog
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Families = Annotated[
@@ -47,6 +49,8 @@ Plugins = Annotated[
 
 def console() -> Console:
     """A console that does not break long lines when its output is piped."""
+    from rich.console import Console
+
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=200, no_color=True)
 
@@ -58,6 +62,8 @@ def print_json(value: Any) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print rows under column heads."""
+    from rich.table import Table
+
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -72,6 +78,8 @@ def open_catalog(folders: list[Path] | None) -> Catalog:
     Raises:
         SettingError: a folder does not exist.
     """
+    from mlx_experts.registry.catalog.catalog import Catalog
+
     return Catalog([*family_folders(), *(folders or [])])
 
 

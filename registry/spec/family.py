@@ -25,6 +25,7 @@ from mlx_experts.registry.spec.checkpoint import (
     Split,
     Stacked,
 )
+from mlx_experts.registry.spec.config_test import ConfigTest as ConfigTest
 from mlx_experts.registry.spec.layer_rules import AllLayers, LayerRule, TypeRule
 from mlx_experts.registry.spec.values import (
     RESOLVED,
@@ -60,14 +61,6 @@ else:
     NormOffset = Ref | Annotated[Literal["none", "load", "run"], BeforeValidator(_offset_of_switch)]
     Score = Ref | Literal["softmax", "sigmoid", "sqrtsoftplus"]
     Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]
-
-
-class ConfigTest(Spec):
-    """A declared test on config.json that tells two families with one model_type apart."""
-
-    has: str | None = Field(None, description="This key must be present and not null.")
-    lacks: str | None = Field(None, description="This key must be absent or null.")
-    equals: dict[str, Any] | None = Field(None, description="These keys must hold these values.")
 
 
 class NormSpec(Spec):

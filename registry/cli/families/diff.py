@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json
-from mlx_experts.registry.spec.describe import difference, sentence
 
 
 def diff(
@@ -21,6 +20,8 @@ def diff(
 
     Example: registry diff qwen3_moe glm4_moe
     """
+    from mlx_experts.registry.spec.describe import difference, sentence
+
     catalog = open_catalog(families)
     first, second = catalog.load(a), catalog.load(b)
     if json:
