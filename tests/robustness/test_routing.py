@@ -160,7 +160,7 @@ def test_picked_scores_are_divided_by_the_norm_that_the_rule_names(
 ) -> None:
     """Scores of 0.8, 0.6 and 0.2, in one launch where it knows the rule, and step by step."""
     logits = [float(np.log(s / (1 - s))) for s in (0.8, 0.6, 0.2)]
-    got = routed(logits, k, fused=fused, score="sigmoid", normalise={"enabled": True, **rule})
+    got = routed(logits, k, fused=fused, score="sigmoid", renormalize={"enabled": True, **rule})
     assert got == pytest.approx([*weights, 0.0], abs=1e-6)
 
 
