@@ -26,11 +26,14 @@ def _style_of_switch(value: Any) -> Any:
     return ("interleaved" if value else "half") if isinstance(value, bool) else value
 
 
+Pairs = Annotated[Literal["half", "interleaved"], BeforeValidator(_style_of_switch)]
+"""Which pairs rotate together, of which a config's switch says whether they are neighbours."""
+
 if TYPE_CHECKING:
     RopeStyle = Literal["half", "interleaved"]
     GateOver = Literal["element", "head"]
 else:
-    RopeStyle = Ref | Annotated[Literal["half", "interleaved"], BeforeValidator(_style_of_switch)]
+    RopeStyle = Ref | Pairs
     GateOver = Ref | Literal["element", "head"]
 
 

@@ -23,6 +23,7 @@ from mlx_experts.engine.layers.token_pools import best_of, chosen, pick_pools, p
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan, RopePlan
+from mlx_experts.registry.spec.attention import Pairs
 from mlx_experts.registry.spec.values import Bool, Count, ModulePath, Positive, Width
 
 _SHARED = {"full": False, "F": False, "shared": True, "S": True}
@@ -35,7 +36,7 @@ class DsaOptions(MlaOptions):
     index_heads: Width = Field(description="Heads of the indexer.")
     index_dim: Width = Field(description="Width of an index head, of which `rope_dim` values are rotated.")
     index_topk: Width = Field(description="Tokens that a query attends to.")
-    index_style: Literal["half", "interleaved"] = Field(description="Which pairs of an index head rotate.")
+    index_style: Pairs = Field(description="Which pairs of an index head rotate.")
     index_tail: bool = Field(False, description="The last values of an index head rotate, not the first.")
     index_eps: Positive = Field(1e-6, description="Epsilon of the norm of index keys.")
     index_input: Literal["latent", "normed"] = Field(
