@@ -1,7 +1,7 @@
 """What stands around all layers: their output is added to what the first of them read.
 
-A frame belongs to a `block.kind`, so this one comes with a layer of the same name, here the usual one. `begin`
-makes the stream, `run` calls the layers, `end` makes hidden states of the stream.
+A frame belongs to a `block.kind`, so this one comes with a layer of the same name, here the usual one.
+`begin` makes the stream, `run` calls the layers, `end` makes hidden states of the stream.
 """
 
 from collections.abc import Callable
