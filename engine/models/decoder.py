@@ -21,6 +21,7 @@ from mlx_experts.engine.layers.linear import equip
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
 from mlx_experts.engine.layers.moe import MoE, make_shared
+from mlx_experts.engine.layers.one_token import OneToken, one_token
 from mlx_experts.engine.layers.per_layer_inputs import LayerInputs
 from mlx_experts.engine.layers.residual.base import ResidualForm
 from mlx_experts.engine.layers.routers.stateful_moe import StatefulMoE, stateful_router
@@ -84,6 +85,7 @@ class DecoderLayer(VersionedModule):
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__()
         self._block, self._multiplier = plan.family.block, layer.residual_multiplier
+        self._fused = fused
         sizes, block = layer.sizes, self._block
         mixer, mlp = make_mixer(layer, plan), make_mlp(layer, plan, fused)
         if block.parallel and (mixer is None or mlp is None):
@@ -158,7 +160,10 @@ class DecoderLayer(VersionedModule):
 
             return both
         if parts.usual and factor == 1.0:
-            return _usual(parts.pre_mixer, mixer, parts.pre_mlp, feed)
+            usual = _usual(parts.pre_mixer, mixer, parts.pre_mlp, feed)
+            assert feed is not None
+            quick = one_token(parts.pre_mixer, mixer, parts.pre_mlp, feed, self._fused)
+            return usual if quick is None else _quick(quick, usual)
         mix = _branch(parts.pre_mixer, mixer, parts.post_mixer, factor)
         add = _branch(parts.pre_mlp, feed, parts.post_mlp, factor)
         if mixer is None:
@@ -211,6 +216,19 @@ def _usual(pre_mixer: Any, mixer: Any, pre_mlp: Any, feed: Any) -> Callable[...,
     def run(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
         x = x + mixer(pre_mixer(x), state, cache)
         return x + feed(pre_mlp(x))
+
+    return run
+
+
+def _quick(quick: OneToken, usual: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """``quick`` for one token in float32 with a plain cache, where it takes it, else ``usual``."""
+
+    def run(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
+        if x.size == x.shape[-1] and type(cache) is KVCache and x.dtype == mx.float32:
+            y = quick(x, cache)
+            if y is not None:
+                return y
+        return usual(x, state, cache)
 
     return run
 

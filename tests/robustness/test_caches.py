@@ -106,7 +106,7 @@ def test_a_quantised_cache_cannot_join_a_batch_and_is_refused_before_anything_ru
 @pytest.mark.report("CCH-12", "CCH-08")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_requests_decoded_together_give_each_its_own_tokens(name: str, lab: Any) -> None:
-    """Two rows are gathered, which the trace says."""
+    """Two rows run fused on the CPU, which the trace says."""
     model, _ = lab.tiny(name)
     prompts = [ids(model, 7)[0].tolist(), ids(model, 4)[0].tolist()]
     alone = []
@@ -120,4 +120,4 @@ def test_requests_decoded_together_give_each_its_own_tokens(name: str, lab: Any)
     assert both.texts == alone
     # Where weights multiply the inputs, every pick is a row of its own.
     if not any(moe._spec.experts.apply_router_weight_on_input for moe in lab.blocks(model)):
-        assert together == {("gather", "rows")}
+        assert together == {("fused", "cpu")}

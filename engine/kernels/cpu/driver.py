@@ -451,7 +451,7 @@ def start_threads() -> None:
             del os.environ[name]
 
 
-def _kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """numba's compilation of a function, kept on disk where a folder for it can be written."""
     try:
         return njit(cache=True, **options)(function)
@@ -467,21 +467,22 @@ class Forms:
     serial: Callable[..., Any]
 
 
-def _compile(function: FunctionType) -> Forms:
+def both_forms(function: FunctionType, **options: Any) -> Forms:
     """Both forms; numba files compiled code under the function's name, so they need two names."""
 
     def form(kind: str, parallel: bool) -> Callable[..., Any]:
         name = f"{function.__name__.removeprefix('_')}_{kind}"
-        made = FunctionType(function.__code__.replace(co_name=name, co_qualname=name), globals(), name)
+        code = function.__code__.replace(co_name=name, co_qualname=name)
+        made = FunctionType(code, function.__globals__, name)
         made.__qualname__ = name
-        return _kept_on_disk(made, parallel=parallel, nogil=True, error_model="numpy")
+        return kept_on_disk(made, parallel=parallel, nogil=True, error_model="numpy", **options)
 
     return Forms(form("parallel", True), form("serial", False))
 
 
-one_token = _compile(_run)
-many_tokens = _compile(_run_many)
-linear = _compile(_linear)
+one_token = both_forms(_run)
+many_tokens = both_forms(_run_many)
+linear = both_forms(_linear)
 
 
 @njit(parallel=True, cache=False)
@@ -567,4 +568,4 @@ def _route(  # type: ignore[no-untyped-def]
         share[k] = share[k] / divisor * scale
 
 
-route = _kept_on_disk(_route, nogil=True, error_model="numpy")
+route = kept_on_disk(_route, nogil=True, error_model="numpy")

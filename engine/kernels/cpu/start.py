@@ -23,7 +23,7 @@ LOCK = threading.Lock()
 _STARTING = threading.Lock()
 
 # Below this many bytes of weights a token, waking the other threads costs more than they save.
-PARALLEL_FROM = 1 << 18
+PARALLEL_FROM = 1 << 20
 
 
 def unavailable() -> Decline | None:
