@@ -60,6 +60,7 @@ class WeightConverter:
 
     def __init__(self, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.plan, self.spec = plan, plan.checkpoint
+        self.layouts = plan.family.expert_layouts
         names = plan.family.names
         self.wrapper = names.wrapper + "." if names.wrapper else ""
         self.layers = f"{self.wrapper}{names.root}.{names.layers}"
@@ -183,10 +184,10 @@ class WeightConverter:
     def _expert_layouts(self, stack: ExpertStack) -> tuple[ExpertLayout, ...]:
         """The declared layouts and, where none of them is there already, the tree's own container, fused."""
         container = stack.container.removeprefix(f"{stack.layer}.")
-        taken = any(isinstance(each, Stacked) and each.path == container for each in self.spec.experts)
+        taken = any(isinstance(each, Stacked) and each.path == container for each in self.layouts)
         if taken or len(stack.leaves) == 2:
-            return self.spec.experts
-        return (*self.spec.experts, own_fused_layout(container))
+            return self.layouts
+        return (*self.layouts, own_fused_layout(container))
 
     def _convert_all_experts(self, result: Converted) -> bool:
         """Bring every layer's experts into the tree; whether any stood elsewhere."""
@@ -286,7 +287,7 @@ class WeightConverter:
             for i in range(self.tree.num_layers):
                 stack = self.stack(i)
                 if stack is not None:
-                    export_experts(self.spec.experts[expert_layout], stack, result, self.tree)
+                    export_experts(self.layouts[expert_layout], stack, result, self.tree)
         for op in reversed(self.ops):
             op.backward(result, self.tree)
         if self.spec.prefixes:
@@ -301,7 +302,7 @@ class WeightConverter:
         result = dict(tensors)
         heads.leave_out_copy(self.plan, heads.HeadNames.of(self.plan), result)
         if self.spec.save_as == "per_expert":
-            layout = next(each for each in self.spec.experts if isinstance(each, PerExpert))
+            layout = next(each for each in self.layouts if isinstance(each, PerExpert))
             for i in range(self.tree.num_layers):
                 if (stack := self.stack(i)) is not None:
                     export_experts(layout, stack, result, self.tree)

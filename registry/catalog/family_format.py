@@ -118,7 +118,8 @@ def _tree(node: yaml.Node, comments: list[tuple[int, str, bool]]) -> tuple[_Node
             return _Node(items)
         return _Node(_scalar(node))
 
-    tree, left = build(node), []
+    tree = build(node)
+    left: list[str] = []
     for place, text, alone in comments:
         if alone:
             after = next((made for start, _, made in entries if start > place), None)
@@ -208,6 +209,8 @@ def _short(value: dict[str, _Node], at: tuple[str, ...]) -> str | None:
     if default is not None and (
         not isinstance(default.value, str) or not default.value or '"' in default.value
     ):
+        return None
+    if isinstance(stated.value, dict):
         return None
     keys = stated.value if isinstance(stated.value, str) else " or ".join(str(k.value) for k in stated.value)
     text = keys if default is None else f"{keys} else {default.value}"
@@ -336,7 +339,8 @@ def _filled(start: str, node: _Node, indent: int) -> list[str] | None:
     )
     if parts is None or node.beside or loose:
         return None
-    lines, line = [], f"{start} {parts[0]}"
+    lines: list[str] = []
+    line = f"{start} {parts[0]}"
     for i, part in enumerate(parts[1:-1]):
         last = i == len(parts) - 3
         room = WIDTH - (1 if not last else len(parts[-1]))
