@@ -103,6 +103,12 @@ class Settings(BaseSettings):
             "a whole number", "4096 on Metal, no bound elsewhere, or what `registry tune` found"
         ),
     )
+    pieces: Switch = Field(
+        False,
+        description="Whether one token on a GPU runs as compiled pieces of a layer. Off, because no device's "
+        "receipt shows yet what they gain.",
+        json_schema_extra=_page("anything but 0, false, off, no", "off"),
+    )
     cache_dir: Folder = Field(
         None,
         description="Where `registry tune` keeps what it measured.",

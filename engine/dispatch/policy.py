@@ -57,6 +57,7 @@ class Policy:
         bound_by: what set the bounds.
         measured: bounds by the name of a storage (``Projection.storage``).
         otherwise: the bounds of other storages.
+        pieces: whether a token on a GPU may run as compiled pieces of a layer.
     """
 
     enabled: bool = True
@@ -65,6 +66,7 @@ class Policy:
     bound_by: str = "default"
     measured: Mapping[str, Bounds] = field(default_factory=dict, hash=False)
     otherwise: Bounds = Bounds(max_rows=None)
+    pieces: bool = False
 
     def bounds(self, storages: Iterable[str]) -> Bounds:
         """The narrowest bounds of some storages."""
@@ -109,4 +111,5 @@ def resolve(device: Device, fused: bool | None = None, *, tuned: Tuned | None = 
     measured, source = ({}, f"default for {device}") if tuned is None else (tuned.bounds, tuned.source)
     if asked.fused_max_dff is not None:
         source = WIDTH_BOUND
-    return Policy(enabled, asked.fused_max_dff, switched_by, source, measured, _DEFAULTS[device])
+    pieces = enabled and asked.pieces
+    return Policy(enabled, asked.fused_max_dff, switched_by, source, measured, _DEFAULTS[device], pieces)

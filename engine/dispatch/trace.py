@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
-Path = Literal["fused", "grouped", "dequantized", "gather", "mlx"]
+Path = Literal["fused", "grouped", "dequantized", "gather", "mlx", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ def rows_label(rows: int) -> str:
 class Tally:
     """Counts the calls of one decision; made by :meth:`Trace.tally`."""
 
-    __slots__ = ("_trace", "count", "key", "note")
+    __slots__ = ("_counted", "_lock", "count", "key", "note")
 
-    def __init__(self, trace: Trace, key: TraceKey, note: str) -> None:
-        self._trace, self.key, self.note, self.count = trace, key, note, 0
+    def __init__(self, lock: threading.Lock, counted: list[Tally], key: TraceKey, note: str) -> None:
+        self._lock, self._counted, self.key, self.note, self.count = lock, counted, key, note, 0
 
     def add(self) -> None:
         """Count one call."""
-        with self._trace.lock:
+        with self._lock:
             if not self.count:
-                self._trace.tallies.append(self)
+                self._counted.append(self)
             self.count += 1
 
 
@@ -76,25 +76,38 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         # Those that have counted since the last reset, in the order of their first calls.
-        self.tallies: list[Tally] = []
+        self._experts: list[Tally] = []
+        self._pieces: list[Tally] = []
 
     def tally(self, key: TraceKey, note: str = "") -> Tally:
         """What counts the calls of one decision. Calls of equal keys are one line, with the first's note."""
-        return Tally(self, key, note)
+        return Tally(self._lock, self._experts, key, note)
+
+    def piece_tally(self, key: TraceKey, note: str) -> Tally:
+        """What counts the tokens of a layer that ran in compiled pieces; the note says which, and why not."""
+        return Tally(self._lock, self._pieces, key, note)
 
     def reset(self) -> None:
         """Forget every count."""
-        with self.lock:
-            for tally in self.tallies:
+        with self._lock:
+            for tally in (*self._experts, *self._pieces):
                 tally.count = 0
-            self.tallies.clear()
+            self._experts.clear()
+            self._pieces.clear()
 
     def snapshot(self) -> list[TraceRow]:
         """The lines as they stand, in the order in which they first occurred."""
-        with self.lock:
-            counted = [(tally.key, tally.count, tally.note) for tally in self.tallies]
+        return self._rows(self._experts)
+
+    def pieces(self) -> list[TraceRow]:
+        """The layers whose tokens ran in compiled pieces, as they stand."""
+        return self._rows(self._pieces)
+
+    def _rows(self, tallies: list[Tally]) -> list[TraceRow]:
+        with self._lock:
+            counted = [(tally.key, tally.count, tally.note) for tally in tallies]
         counts: dict[TraceKey, int] = {}
         notes: dict[TraceKey, str] = {}
         for key, count, note in counted:
@@ -126,7 +139,8 @@ class Trace:
             f"{row.path:<10} {row.rows:>7} rows {row.count:>8} calls  {row.layer}  {row.reason} {row.note}"
             for row in self.table()
         )
-        return "\n".join(line.rstrip() for line in lines) or "no expert has been called"
+        experts = "\n".join(line.rstrip() for line in lines) or "no expert has been called"
+        return "\n".join([experts, *(f"compiled {row.layer}: {row.note}" for row in self.pieces())])
 
     def table(self) -> list[TraceRow]:
         """The lines for people: layers merged, ``layer`` saying how many a line stands for."""

@@ -113,8 +113,8 @@ class Attention(Mixer):
 
     def bind(self) -> Callable[[mx.array, ForwardState, Any, Any], mx.array]:
         """The call as one function of ``(x, state, cache, mask)``, with the steps that the spec has."""
-        spec, project, attend = self._spec, self._project(), self._attend(self._output())
-        queries, kind = self._tempered(self._heads(self.heads, self._leaves[0])), self._layer_type
+        spec, project, attend = self._spec, self.bind_project(), self._attend(self.bind_output())
+        queries, kind = self.bind_queries(), self._layer_type
 
         def reuse(x: mx.array, state: ForwardState, cache: Any, mask: Any) -> mx.array:
             q, _, _, gate = project(x, state)
@@ -124,7 +124,7 @@ class Attention(Mixer):
 
         if self.reuses_kv:
             return reuse
-        keys, values = self._heads(self.kv_heads, self._leaves[1]), self._values()
+        keys, values = self.bind_keys(), self.bind_values()
         visible = ForwardState.chunked_mask if spec.chunk else ForwardState.attention_mask
         bound, keeps = spec.chunk or self.window, bool(spec.reuse_kv_last)
 
@@ -143,9 +143,9 @@ class Attention(Mixer):
 
         return run
 
-    def _tempered(self, queries: _Heads) -> _Heads:
-        """``queries`` times a factor that grows with the position, where the family has one."""
-        spec = self._spec.temperature
+    def bind_queries(self) -> _Heads:
+        """Queries, times a factor that grows with the position where the family has one."""
+        queries, spec = self.bind_heads(self.heads, self._leaves[0]), self._spec.temperature
         if spec is None or not spec.enabled:
             return queries
 
@@ -155,7 +155,11 @@ class Attention(Mixer):
 
         return tempered
 
-    def _project(self) -> _Project:
+    def bind_keys(self) -> _Heads:
+        """Keys, normalised and rotated."""
+        return self.bind_heads(self.kv_heads, self._leaves[1])
+
+    def bind_project(self) -> _Project:
         """Queries, keys, values and a gate packed with the queries, or None; heads not yet split."""
         spec, names = self._spec, self._spec.names
         if names.qkv is not None:
@@ -200,7 +204,7 @@ class Attention(Mixer):
 
         return parted
 
-    def _heads(self, heads: int, leaf: str) -> _Heads:
+    def bind_heads(self, heads: int, leaf: str) -> _Heads:
         """Queries or keys [B, L, heads * d] to heads [B, heads, L, d], normalised and rotated."""
         spec, head_dim = self._spec, self.head_dim
         qk = spec.qk_norm if spec.qk_norm is not None and spec.qk_norm.enabled else None
@@ -233,7 +237,7 @@ class Attention(Mixer):
             return norm
         return partial(mx.fast.rms_norm, weight=None, eps=self._qk_eps)
 
-    def _values(self) -> Callable[[mx.array], mx.array]:
+    def bind_values(self) -> Callable[[mx.array], mx.array]:
         """Values [B, L, g * d] to heads [B, g, L, d]."""
         spec, heads, width, eps = self._spec, self.kv_heads, self.v_head_dim, self._eps
         clip, normed, scale = _clip(spec.clip), spec.value_norm, spec.value_scale
@@ -272,12 +276,16 @@ class Attention(Mixer):
 
         return attend if sinks is not None or spec.float32 else plain
 
-    def _output(self) -> Any:
-        """The output projection; behind a gate a function of its input, the layer's and a packed gate."""
+    def bind_output(self, logits_given: bool = False) -> Any:
+        """The output projection; behind a gate a function of its input, the layer's and a packed gate.
+
+        Args:
+            logits_given: the gate's logits come in the packed gate's place, also where it has a projection.
+        """
         gate, out_proj = self._spec.gate, find(self, self._spec.names.o)
         if not self._gated or gate is None:
             return out_proj
-        logits = find(self, gate.path) if gate.path is not None else None
+        logits = find(self, gate.path) if gate.path is not None and not logits_given else None
         factor: Callable[[mx.array], mx.array] = _softplus if gate.function == "softplus" else mx.sigmoid
         parts = None if gate.over == "element" else (self.heads, self.v_head_dim)
         if gate.bias is not None and logits is not None:

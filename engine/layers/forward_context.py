@@ -77,6 +77,20 @@ class ForwardState:
     log_frequencies: mx.array | None = None
     router_memory: mx.array | None = None
     _masks: dict[Any, Any] = field(default_factory=dict)
+    _positions: dict[int, mx.array] = field(default_factory=dict)
+
+    def position(self, offset: Any) -> mx.array:
+        """A cache's offset as an array of at least four equal values, int32; once for equal numbers.
+
+        An array, because a number that changes at each token would be compiled anew. Four, because MLX keeps
+        arrays of up to 8 bytes where a GPU reads them slowly.
+        """
+        if isinstance(offset, mx.array):
+            return mx.broadcast_to(offset.reshape(-1)[:1], (4,)).astype(mx.int32)
+        position = self._positions.get(offset)
+        if position is None:
+            position = self._positions[offset] = mx.array([offset] * 4, dtype=mx.int32)
+        return position
 
     def attention_mask(
         self, x: mx.array, cache: Any, window: int | None = None, as_array: bool = False

@@ -67,6 +67,16 @@ class MLP(VersionedModule):
         """The activation between the projections."""
         return self._activation
 
+    @property
+    def scaled(self) -> bool:
+        """Whether a learned factor multiplies the output."""
+        return self._scale is not None
+
+    @property
+    def joined(self) -> bool:
+        """Whether gate and up are one matrix."""
+        return self._fused
+
     def projections(self) -> dict[str, nn.Module]:
         """The projections as they are now: ``gate`` (when gated) and ``up``, or ``gate_up``, and ``down``."""
         gate, up, down = self._names

@@ -278,7 +278,7 @@ class MoE(VersionedModule):
         container: nn.Module,
         shared: nn.Module,
     ) -> Callable[[mx.array], mx.array]:
-        join, total = self._bind_join(), self._bind_total(router, container)
+        join, total = self.bind_join(), self._bind_total(router, container)
 
         def apart(x: mx.array) -> mx.array:
             if not x.size:
@@ -286,12 +286,9 @@ class MoE(VersionedModule):
             wide = x.astype(mx.float32)
             return join(wide, total(x), shared(wide)).astype(x.dtype)
 
-        if not self._may_stand_beside(shared):
+        modules = self.beside(shared)
+        if modules is None:
             return apart
-        assert isinstance(shared, MLP)
-        assert self._shared is not None
-        gate = find(self, self._shared.gate) if self._shared.gate else None
-        modules = SharedModules(shared.projections(), shared.activation, gate)
         experts = self._bind_experts(container, modules)
 
         def together(x: mx.array) -> mx.array:
@@ -306,13 +303,28 @@ class MoE(VersionedModule):
 
         return together
 
-    def _may_stand_beside(self, expert: nn.Module) -> bool:
-        """Whether a kernel may add this shared expert: nothing else happens to the routed sum first."""
-        assert self._shared is not None
-        return type(expert) is MLP and self._shared.combine in ("sum", "sigmoid_gate") and self._plain
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added to the block's output."""
+        return self._spec.output_bias is not None
 
     @property
-    def _plain(self) -> bool:
+    def observed(self) -> bool:
+        """Whether somebody is told what is picked."""
+        return self._observer is not None
+
+    def beside(self, shared: nn.Module) -> SharedModules | None:
+        """A shared expert as a kernel may add it, or None where something else happens to the sums first."""
+        spec = self._shared
+        if spec is None or type(shared) is not MLP or spec.combine not in ("sum", "sigmoid_gate"):
+            return None
+        if not self.plain:
+            return None
+        gate = find(self, spec.gate) if spec.gate else None
+        return SharedModules(shared.projections(), shared.activation, gate)
+
+    @property
+    def plain(self) -> bool:
         """Whether the routed sum is the experts' own, of the block's own input."""
         spec = self._spec.experts
         return (
@@ -339,7 +351,7 @@ class MoE(VersionedModule):
 
     def _bind_routed(self, router: BoundRouter, container: nn.Module) -> Callable[..., mx.array]:
         """``(x, router_input=None)`` to the weighted sum in the type of ``x``."""
-        if not self._plain:
+        if not self.plain:
             total = self._bind_total(router, container)
             return lambda x, router_input=None: total(x, router_input).astype(x.dtype)
         experts = self._bind_experts(container)
@@ -399,7 +411,7 @@ class MoE(VersionedModule):
         """Sum over the ranks from now on."""
         self._group = group
 
-    def _bind_join(self) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    def bind_join(self) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
         """The block's input, the routed sum and the shared expert's output to their sum, all in float32."""
         shared = self._shared
         gate: Any = find(self, shared.gate) if shared is not None and shared.gate else None

@@ -5,17 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
+from mlx_experts.engine.dispatch import policy, tuning_cache
+from mlx_experts.engine.dispatch.expert_dispatch import current_device
+from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import Mixer, Piece
+from mlx_experts.engine.layers.decode.layer_parts import LayerParts, as_it_is, branch, scaled, usual
+from mlx_experts.engine.layers.decode.token_pieces import LayerOfPieces, TokenPieces
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.linear import equip
 from mlx_experts.engine.layers.mlp import MLP, activation_of
@@ -138,34 +148,46 @@ class DecoderLayer(VersionedModule):
         def at(path: str | None) -> Any:
             return None if path is None else find(self, path)
 
-        feed, output_norm = at(self._mlp_path), at(self._output_norm)
-        if self._shared_path is not None:
-            feed = partial(feed, shared=at(self._shared_path))
-        if output_norm is not None:
-            inner = feed
-            feed = lambda x: output_norm(inner(x))  # noqa: E731
-        norms = (at(name) if name in self._norms else None for name in _norm_names(block))
-        return LayerParts(at(self._mixer_path), feed, *norms)
+        pre_mixer, post_mixer, pre_mlp, post_mlp = (
+            at(name) if name in self._norms else None for name in _norm_names(block)
+        )
+        return LayerParts(
+            mixer=at(self._mixer_path),
+            mlp=at(self._mlp_path),
+            shared=at(self._shared_path),
+            output_norm=at(self._output_norm),
+            pre_mixer=pre_mixer,
+            post_mixer=post_mixer,
+            pre_mlp=pre_mlp,
+            post_mlp=post_mlp,
+            factor=self._multiplier,
+        )
+
+    @property
+    def parallel(self) -> bool:
+        """Whether both branches read one normed input."""
+        return self._block.parallel
 
     def bind(self) -> Callable[[mx.array, ForwardState, Any], mx.array]:
         """The call as one function, with the branches and norms that the layer has."""
         parts, factor = self.parts(), self._multiplier
-        mixer, feed = parts.mixer, parts.feed
+        mixer = parts.mixer
+        feed = parts.feed if parts.mlp is not None else None
         if self._block.parallel and mixer is not None and feed is not None:
-            pre = parts.pre_mixer or _as_it_is
+            pre = parts.pre_mixer or as_it_is
 
             def both(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
                 normed = pre(x)
-                return x + _scaled(mixer(normed, state, cache) + feed(normed), factor)
+                return x + scaled(mixer(normed, state, cache) + feed(normed), factor)
 
             return both
-        if parts.usual and factor == 1.0:
-            usual = _usual(parts.pre_mixer, mixer, parts.pre_mlp, feed)
+        if parts.usual:
+            layerwise = usual(parts.pre_mixer, mixer, parts.pre_mlp, feed)
             assert feed is not None
             quick = one_token(parts.pre_mixer, mixer, parts.pre_mlp, feed, self._fused)
-            return usual if quick is None else _quick(quick, usual)
-        mix = _branch(parts.pre_mixer, mixer, parts.post_mixer, factor)
-        add = _branch(parts.pre_mlp, feed, parts.post_mlp, factor)
+            return layerwise if quick is None else _quick(quick, layerwise)
+        mix = branch(parts.pre_mixer, mixer, parts.post_mixer, factor)
+        add = branch(parts.pre_mlp, feed, parts.post_mlp, factor)
         if mixer is None:
             return lambda x, state, cache: add(x)
         return mix if feed is None else lambda x, state, cache: add(mix(x, state, cache))
@@ -175,49 +197,27 @@ class DecoderLayer(VersionedModule):
         return find(self, self._mixer_path).make_cache() if self._mixer_path is not None else None
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """What a decoder layer calls; None for what it has not.
+_SPREAD = (AllToShardedLinear, ShardedToAllLinear, QuantizedAllToShardedLinear, QuantizedShardedToAllLinear)
 
-    Args:
-        mixer: ``(x, state, cache)`` to the mixer's branch.
-        feed: ``x`` to the MLP's branch.
-    """
 
-    mixer: Callable[..., mx.array] | None
-    feed: Callable[..., mx.array] | None
-    pre_mixer: Callable[[mx.array], mx.array] | None
-    post_mixer: Callable[[mx.array], mx.array] | None
-    pre_mlp: Callable[[mx.array], mx.array] | None
-    post_mlp: Callable[[mx.array], mx.array] | None
-
-    @property
-    def usual(self) -> bool:
-        """Whether there are both branches, with a norm before each and none after."""
-        before = (self.mixer, self.feed, self.pre_mixer, self.pre_mlp)
-        return all(part is not None for part in before) and self.post_mixer is self.post_mlp is None
+def _parts_of(layer: Any, device: Device) -> LayerParts | Decline:
+    """What a layer calls, or why it runs as it is."""
+    if type(layer) is not DecoderLayer:
+        return Decline("block", "the standard layer", type(layer).__name__, "A plugin's layer runs as it is.")
+    if any(isinstance(module, _SPREAD) for module in layer.modules()):
+        return Decline("ranks", "one", "several", "Layers that are spread run as they are.")
+    if layer.parallel:
+        return Decline("block", "branches in turn", "parallel branches", "They run as they are.")
+    parts = layer.parts()
+    if isinstance(parts.mlp, MoE):
+        asked = policy.resolve(device, parts.mlp.fused, tuned=tuning_cache.bound(device))
+        if not asked.enabled:
+            return Decline("switch", "on", "off", f"Set by {asked.switched_by}.")
+    return parts
 
 
 def _norm_names(block: BlockSpec) -> tuple[str | None, ...]:
     return block.pre_mixer, block.post_mixer, block.pre_mlp, block.post_mlp
-
-
-def _as_it_is(x: mx.array) -> mx.array:
-    return x
-
-
-def _scaled(branch: mx.array, factor: float) -> mx.array:
-    return branch if factor == 1.0 else branch * factor
-
-
-def _usual(pre_mixer: Any, mixer: Any, pre_mlp: Any, feed: Any) -> Callable[..., mx.array]:
-    """Both branches with a norm before each, as one function."""
-
-    def run(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
-        x = x + mixer(pre_mixer(x), state, cache)
-        return x + feed(pre_mlp(x))
-
-    return run
 
 
 def _quick(quick: OneToken, usual: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -231,21 +231,6 @@ def _quick(quick: OneToken, usual: Callable[..., mx.array]) -> Callable[..., mx.
         return usual(x, state, cache)
 
     return run
-
-
-def _branch(
-    pre: Callable[[mx.array], mx.array] | None,
-    module: Callable[..., mx.array] | None,
-    post: Callable[[mx.array], mx.array] | None,
-    factor: float,
-) -> Callable[..., mx.array]:
-    """``x + factor * post(module(pre(x), ...))`` with the steps that there are."""
-    if module is None:
-        return lambda x, *_: x
-    if pre is not None and post is None and factor == 1.0:
-        return lambda x, *rest: x + module(pre(x), *rest)
-    before, after = pre or _as_it_is, post or _as_it_is
-    return lambda x, *rest: x + _scaled(after(module(before(x), *rest)), factor)
 
 
 def _source(layer: nn.Module) -> int | None:
@@ -265,7 +250,7 @@ class Decoder(VersionedModule):
     def __init__(self, plan: Plan, fused: bool | None) -> None:
         super().__init__()
         names, sizes = plan.family.names, plan.sizes
-        self._names = names
+        self._names, self._plan, self._fused = names, plan, fused
         multiplier = plan.embedding.multiplier
         self._multiplier = math.sqrt(sizes.hidden_size) if multiplier == "sqrt_hidden" else multiplier
         self._custom_embedding = plan.embedding.kind != "standard"
@@ -375,6 +360,10 @@ class Decoder(VersionedModule):
             state.layer_inputs = self._layer_inputs(self, inputs, h)
         if steps.stage is not None:
             h = steps.stage.receive(h)
+        elif self._form is None and h.size == h.shape[-1]:
+            pieces = self._pieces_for(steps, current_device(), h.dtype)
+            if pieces is not None and pieces.takes(caches[1:]):
+                return pieces(h, state, caches[1:])
         if self._form is not None:
             h = self._run(self._form, steps.layers, h, state, caches)
         else:
@@ -397,6 +386,29 @@ class Decoder(VersionedModule):
 
         return form.end(self, form.run(self, len(layers), form.begin(self, h), step))
 
+    def _pieces_for(self, steps: DecoderSteps, device: Device, dtype: mx.Dtype) -> TokenPieces | None:
+        """What runs one token as compiled pieces; None where nothing would be gained, or it was declined."""
+        key = device, dtype
+        if key not in steps.pieces:
+            asked = policy.resolve(device, self._fused, tuned=tuning_cache.bound(device))
+            # On the CPU `mx.compile` starts a C++ compiler: 11 s for four small layers, to save microseconds.
+            out = device == "cpu" or not asked.pieces or self.training
+            steps.pieces[key] = None if out else self.token_pieces(device, dtype)
+        return steps.pieces[key]
+
+    def token_pieces(self, device: Device, dtype: mx.Dtype, compiled: bool = True) -> TokenPieces:
+        """One token's way through the layers that are there now, as pieces.
+
+        Args:
+            compiled: False runs the pieces without ``mx.compile``.
+        """
+        steps: DecoderSteps = self.steps()
+        layers = [
+            LayerOfPieces(layer_path(plan, self._plan), layer, _parts_of(layer, device))
+            for layer, plan in zip(steps.layers, self._plan.layers, strict=True)
+        ]
+        return TokenPieces(layers, steps.norm, device, dtype, compiled)
+
     def make_caches(self) -> list[Any]:
         """A fresh cache, or None, for the embedding and then for each layer."""
         embedding = find(self, self._names.embed).make_cache() if self._custom_embedding else None
@@ -417,6 +429,7 @@ class DecoderSteps:
     layers: list[Any]
     vector: tuple[nn.Module, str] | None
     stage: Stage | None
+    pieces: dict[tuple[Device, mx.Dtype], TokenPieces | None] = field(default_factory=dict)
 
     def dtype(self) -> mx.Dtype | None:
         """The type that the decoder computes in, read anew because a cast replaces arrays in MLX's leaves."""
@@ -551,7 +564,7 @@ class Model(LanguageModel, VersionedModule):
     def bind(self) -> ModelSteps:
         """The decoder, its caches, and hidden states [B, L, D] to logits [B, L, vocabulary]."""
         head, decoder = self.args.plan.head, self.decoder
-        norm = find(self, self._head_norm) if self._head_norm is not None else _as_it_is
+        norm = find(self, self._head_norm) if self._head_norm is not None else as_it_is
         if head.tied:
             product = find(decoder, self.args.plan.family.names.embed).as_linear
         else:

@@ -71,7 +71,7 @@ def test_queries_are_normed_and_turned_as_declared(name: str, lab: Any) -> None:
             want = rotated(want, attention._rope, 3)
         if qk is not None and qk.over == "head" and qk.after_rope:
             want = normed(want, weight, attention._qk_eps)
-        got = np.array(attention._heads(attention.heads, leaf)(q, 3)[0])
+        got = np.array(attention.bind_heads(attention.heads, leaf)(q, 3)[0])
         assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
 

@@ -14,9 +14,8 @@ from mlx.nn.layers.distributed import sum_gradients
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts, ExpertDispatch, current_device
-from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.layers.forward_context import ForwardState
-from mlx_experts.engine.layers.mlp import MLP, activation_of
+from mlx_experts.engine.layers.mlp import activation_of
 from mlx_experts.engine.layers.module_tree import find
 from mlx_experts.engine.layers.moe import MoE, MoESteps
 from mlx_experts.engine.layers.router import Router
@@ -97,15 +96,10 @@ class StatefulMoE(MoE):
     def _bind_with(self, shared: nn.Module | None, lent: nn.Module | None) -> MoESteps:
         route, container = self._made_router.route(self), find(self, self._spec.experts.path)
         scale, group = self._spec.experts.output_scale, self._group
-        modules = None
-        if shared is not None and not self._weighed and self._may_stand_beside(shared):
-            assert isinstance(shared, MLP)
-            assert self._shared is not None
-            gate = find(self, self._shared.gate) if self._shared.gate else None
-            modules = SharedModules(shared.projections(), shared.activation, gate)
+        modules = self.beside(shared) if shared is not None and not self._weighed else None
         experts = self._dispatch.bind(container, modules)
         sinks = self._shared_dispatch.bind(shared) if self._weighed and shared is not None else None
-        join, plain = self._bind_join(), group is None and scale == 1.0
+        join, plain = self.bind_join(), group is None and scale == 1.0
 
         def run(x: mx.array, state: ForwardState) -> mx.array:
             if not x.size:

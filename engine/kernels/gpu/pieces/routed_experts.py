@@ -22,7 +22,7 @@ def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], 
         experts: a layer's prepared launches, for CUDA.
         route: the layer's routing launch.
     """
-    pair, held = experts.plan(top_k), arrays_of(experts.experts)
+    pair, held = experts.plan(top_k, False), arrays_of(experts.experts)
     words, dtype = mx.float32, experts.dtype
     up, up_arrays = reading(pair.up, route), [held[n] for n in pair.up.inputs if n in held]
     down, down_arrays = reading(pair.down, route), [held[n] for n in pair.down.inputs if n in held]
@@ -47,6 +47,6 @@ def reading(launch: Launch, route: Piece) -> Launch:
         source = _NAMES[name]
         kind = CUDA_TYPES[route.outputs[source].dtype]
         place = f"me_routed + {route.packed.begins[source] // route.packed.dtype.size}"
-        finds += f"const auto {name} = reinterpret_cast<const {kind}*>({place});\n"
+        finds += f"auto {name} = reinterpret_cast<const {kind}*>({place});\n"
     rest = [name for name in launch.inputs if name not in named]
     return replace(launch, inputs=("me_routed", *rest), source=finds + launch.source)

@@ -1,0 +1,264 @@
+"""A decoder's whole way for one token: its pieces, tried once, and merged between the cache writes.
+
+The first token runs every piece in plain MLX and beside it with this package's kernels; what disagrees is
+left to plain MLX. From the second token on each stretch between two caches is one compiled function.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.dispatch.trace import Tally, TraceKey, trace
+from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.decode import around_attention
+from mlx_experts.engine.layers.decode.around_attention import AroundAttention
+from mlx_experts.engine.layers.decode.around_experts import AroundExperts, AroundMLP, add
+from mlx_experts.engine.layers.decode.layer_parts import LayerParts
+from mlx_experts.engine.layers.decode.steps import TRIED, Call, Pure, Step, Values, as_it_is, merged
+from mlx_experts.engine.layers.decode.twins import Twins
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.mlp import MLP
+from mlx_experts.engine.layers.moe import MoE
+
+# As in dispatch.verify: room for roundings; a wrong kernel is off by about the length of the output.
+_BOUNDS = {mx.float32: 1e-2, mx.bfloat16: 5e-2, mx.float16: 5e-2}
+
+_NO_KERNEL = Decline("kernel", "one", "none", "It is plain MLX.")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOfPieces:
+    """A layer of the decoder.
+
+    Args:
+        name: its module path, for the trace.
+        whole: the layer as it is, ``(x, state, cache)``.
+        parts: what it calls, or why it runs as it is.
+    """
+
+    name: str
+    whole: Callable[..., mx.array]
+    parts: LayerParts | Decline
+
+
+class TokenPieces:
+    """One token's row through all layers and the final norm.
+
+    Args:
+        layers: in their order.
+        norm: the final norm, or None.
+        device: that the token runs on.
+        dtype: of the row.
+        compiled: whether MLX compiles what lies between the calls.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerOfPieces],
+        norm: nn.Module | None,
+        device: Device,
+        dtype: mx.Dtype,
+        compiled: bool = True,
+    ) -> None:
+        self._device, self._dtype, self._compiled = device, dtype, compiled
+        self._attends: list[int] = []
+        self._steps: list[Step] = []
+        self._layer_of: dict[int, list[int]] = {}
+        self._notes: dict[int, str] = {}
+        added: float | None = None
+        for at, layer in enumerate(layers):
+            begin = len(self._steps)
+            added = self._add(at, layer, added)
+            self._layer_of[at] = list(range(begin, len(self._steps)))
+        self._names = [layer.name for layer in layers]
+        kept = [] if norm is None else [norm]
+        self._steps.append(self._last(kept, added))
+        self._run: list[Callable[..., None]] | None = None
+
+    def _pure(
+        self, name: str, reads: Sequence[str], writes: Sequence[str], modules: Sequence[Any], run: Any
+    ) -> None:
+        self._steps.append(Pure.of(name, reads, writes, Twins(*modules), run, lambda: _NO_KERNEL))
+
+    def _last(self, kept: Sequence[nn.Module], added: float | None) -> Pure:
+        def finish(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+            x = add(x, rest, added)
+            return (modules[0](x) if modules else x,)
+
+        reads = ("x",) if added is None else ("x", "b")
+        return Pure.of("norm", reads, ("h",), Twins(*kept), finish, lambda: _NO_KERNEL)
+
+    def _settle(self, added: float | None) -> None:
+        if added is not None:
+            self._pure("sum", ("x", "b"), ("x",), (), lambda modules, x, *b: (add(x, b, added),))
+
+    def _normed(self, norm: nn.Module | None, added: float | None) -> None:
+        """``n``, what a call reads that is no piece; and the stream, where a branch was not yet added."""
+
+        def normed(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+            x = add(x, rest, added)
+            n = modules[0](x) if modules else x
+            return (n,) if added is None else (x, n)
+
+        branch, stream = ((), ()) if added is None else (("b",), ("x",))
+        self._pure("norm", ("x", *branch), (*stream, "n"), [] if norm is None else [norm], normed)
+
+    def _after(self, norm: nn.Module | None) -> None:
+        if norm is not None:
+            self._pure("norm", ("b",), ("b",), [norm], lambda modules, b: (modules[0](b),))
+
+    def _add(self, at: int, layer: LayerOfPieces, added: float | None) -> float | None:
+        """The steps of a layer; the factor on a branch that the next step is to add, or None."""
+        parts, device, dtype = layer.parts, self._device, self._dtype
+        if isinstance(parts, Decline):
+            self._settle(added)
+            self._notes[at] = f"as it is, {parts}"
+
+            def whole(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
+                values["x"] = layer.whole(values["x"], state, caches[at])
+
+            self._steps.append(Call(("x",), ("x",), whole))
+            return None
+        if parts.mixer is not None:
+            mixer = parts.mixer
+            objection = around_attention.eligible(mixer)
+            if objection is None:
+                assert isinstance(mixer, Attention)
+                around = AroundAttention(at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added)
+                self._steps += around.steps(device, dtype)
+                self._attends.append(at)
+                added = None
+            else:
+                self._normed(parts.pre_mixer, added)
+                self._notes[at] = f"the mixer as it is, {objection}"
+
+                def mix(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
+                    values["b"] = mixer(values["n"], state, caches[at])
+
+                self._steps.append(Call(("n",), ("b",), mix))
+                self._after(parts.post_mixer)
+                added = parts.factor
+        if parts.mlp is None:
+            return added
+        after = [norm for norm in (parts.output_norm, parts.post_mlp) if norm is not None]
+        made: Sequence[Step] | Decline
+        if type(parts.mlp) is MLP and parts.shared is None:
+            made = AroundMLP(parts.pre_mlp, parts.mlp, after, added).steps(device, dtype)
+        elif type(parts.mlp) is MoE:
+            made = AroundExperts(parts.pre_mlp, parts.mlp, after, parts.shared, added).steps(device, dtype)
+        else:
+            made = Decline("block", "experts or a dense MLP", type(parts.mlp).__name__, "It runs as it is.")
+        if isinstance(made, Decline):
+            self._notes[at] = "; ".join(filter(None, (self._notes.get(at), f"the MLP as it is, {made}")))
+            self._normed(parts.pre_mlp, added)
+            feed = parts.feed
+            assert feed is not None
+
+            def run(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
+                values["b"] = feed(values["n"])
+
+            self._steps.append(Call(("n",), ("b",), run))
+            self._after(parts.post_mlp)
+        else:
+            self._steps += made
+        return parts.factor
+
+    def takes(self, caches: Sequence[Any]) -> bool:
+        """Whether every attention has a cache."""
+        return all(caches[at] is not None for at in self._attends)
+
+    def __call__(self, x: mx.array, state: ForwardState, caches: Sequence[Any]) -> mx.array:
+        """A row ``[1, 1, D]`` to the normed row that the head reads; each cache is extended by the token."""
+        values: Values = {"x": x}
+        for at in self._attends:
+            values[f"p{at}"] = state.position(caches[at].offset)
+        if self._run is None:
+            self._first(values, state, caches)
+        else:
+            for run in self._run:
+                run(values, state, caches)
+        h: mx.array = values["h"]
+        return h
+
+    def _first(self, values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
+        """Run each piece in both forms, keep the plain form's results, and merge the steps."""
+        tried: list[tuple[int, mx.array]] = []
+        for at, step in enumerate(self._steps):
+            if isinstance(step, Call):
+                step.run(values, state, caches)
+                continue
+            modules, inputs = step.twins.now(), [values[name] for name in step.reads]
+            made = step.plain(modules, *inputs)
+            if not isinstance(step.fused, Decline):
+                tried.append((at, _distance(step, step.fused(as_it_is, modules, *inputs), made)))
+            for tally in step.tallies:
+                tally.add()
+            values.update(zip(step.writes, made, strict=True))
+        if tried:
+            found: Any = mx.stack([distance for _, distance in tried]).tolist()
+            for (at, _), distance in zip(tried, found, strict=True):
+                self._judge(at, distance)
+        self._count()
+        self._run = merged(self._steps, ("h",), self._compiled)
+
+    def _judge(self, at: int, distance: float) -> None:
+        step, bound = self._steps[at], _BOUNDS.get(self._dtype, 5e-2)
+        assert isinstance(step, Pure)
+        if step.name == "router and experts":
+            bound = 0.5  # a near tie may be decided otherwise after another rounding
+        if distance <= bound:
+            return
+        found = f"a relative distance of {distance:.1e} to plain MLX"
+        warnings.warn(
+            f"The kernel of the piece '{step.name}' computes something else on this machine ({found}); "
+            "plain MLX is used instead. Please report what `registry check --device` prints.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        declined = Decline(TRIED, f"at most {bound:.0e}", found, "Report it.")
+        self._steps[at] = replace(step, fused=declined)
+
+    def _count(self) -> None:
+        """Give each layer's last piece a tally that says which pieces run and why one does not."""
+        for at, places in self._layer_of.items():
+            if not places:
+                continue
+            pieces = [step for i in places if isinstance(step := self._steps[i], Pure)]
+            words = [_words(step, self._device) for step in pieces if step.name not in ("norm", "sum")]
+            note = "; ".join(filter(None, (*words, self._notes.get(at))))
+            tally = trace.piece_tally(TraceKey(self._names[at], "compiled", "1", self._device), note)
+            last = self._steps[places[-1]]
+            if isinstance(last, Pure):
+                self._steps[places[-1]] = replace(last, tallies=(*last.tallies, tally))
+            else:
+                self._steps[places[-1]] = replace(last, run=_counted(last.run, tally))
+
+
+def _counted(run: Callable[..., None], tally: Tally) -> Callable[..., None]:
+    def counted(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
+        run(values, state, caches)
+        tally.add()
+
+    return counted
+
+
+def _words(step: Pure, device: Device) -> str:
+    if isinstance(step.fused, Decline):
+        return f"{step.name}: plain MLX, {step.fused}"
+    return f"{step.name}: {device}"
+
+
+def _distance(step: Pure, got: Sequence[mx.array], want: Sequence[mx.array]) -> mx.array:
+    """The largest relative distance of an output."""
+    apart = []
+    for g, w in zip(got, want, strict=True):
+        g, w = g.astype(mx.float32), w.astype(mx.float32)
+        apart.append(mx.linalg.norm((g - w).flatten()) / mx.maximum(mx.linalg.norm(w.flatten()), 1e-20))
+    return mx.max(mx.stack(apart))

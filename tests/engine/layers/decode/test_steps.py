@@ -1,0 +1,119 @@
+"""Pure steps merge into one function that hands on only what is read later, and sees weights as they are."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_experts.engine.dispatch.trace import Trace, TraceKey
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.layers.decode.steps import Call, Pure, Unit, merged
+from mlx_experts.engine.layers.decode.twins import Twins
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.versioned import Holder
+
+NONE = Decline("kernel", "one", "none", "")
+STATE = ForwardState(mx.array([[1]]))
+
+
+def product(layer, reads=("x",), writes=("x",), runs=None, tallies=()):
+    """A step of one matrix, which adds its inputs before."""
+
+    def run(modules, *inputs):
+        if runs is not None:
+            runs.append(reads)
+        return (modules[0](sum(inputs[1:], inputs[0])),) * len(writes)
+
+    return Pure.of("product", reads, writes, Twins(layer), run, lambda: NONE, tallies=tallies)
+
+
+def call(reads, writes):
+    def run(values, state, caches):
+        caches.append(reads)
+        values.update(dict.fromkeys(writes, sum(values[name] for name in reads)))
+
+    return Call(reads, writes, run)
+
+
+def test_neighbours_are_one_function_and_calls_stay_between():
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    steps = [product(layers[0]), product(layers[1]), call(("x",), ("y",)), product(layers[2], ("y",), ("z",))]
+    made = merged(steps, ("z",), compiled=False)
+    assert [type(each) is Unit for each in made] == [True, False, True]
+    assert made[0].outputs == ("x",)
+    x = mx.random.normal((1, 1, 4))
+    values = {"x": x}
+    for each in made:
+        each(values, STATE, [])
+    assert mx.allclose(values["z"], layers[2](layers[1](layers[0](x))))
+
+
+def test_what_is_made_anew_before_it_is_read_is_not_handed_on():
+    layer = nn.Linear(4, 4)
+    steps = [
+        product(layer, ("x",), ("a", "b", "c")),
+        call(("a",), ("b",)),
+        product(layer, ("b", "c"), ("h",)),
+    ]
+    first = merged(steps, ("h",), compiled=False)[0]
+    assert first.outputs == ("a", "c")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("change", ["replaced", "in place", "other shape"])
+def test_weights_are_those_of_the_moment(compiled, change):
+    layer = nn.Linear(4, 4)
+    (run,) = merged([product(layer)], ("x",), compiled)
+    x = mx.random.normal((1, 1, 4))
+    run({"x": x}, STATE, [])
+    match change:
+        case "replaced":
+            layer.weight = layer.weight * 2
+        case "in place":
+            layer.weight[0] = 7.0
+        case "other shape":
+            layer.weight, layer.bias = mx.random.normal((3, 4)), mx.zeros((3,))
+    values = {"x": x}
+    run(values, STATE, [])
+    assert mx.allclose(values["x"], layer(x))
+
+
+def test_a_compiled_function_is_traced_once_for_many_tokens_and_positions():
+    runs = []
+    layer = nn.Linear(4, 4)
+    (run,) = merged([product(layer, ("x", "p"), runs=runs)], ("x",), compiled=True)
+    for offset in range(5):
+        run({"x": mx.ones((1, 1, 4)), "p": mx.array([offset] * 4)}, STATE, [])
+    assert len(runs) == 1
+
+
+def test_each_call_is_counted_though_it_was_traced_once():
+    trace = Trace()
+    tally = trace.piece_tally(TraceKey("layers.0", "compiled", "1", "cuda"), "router: cuda")
+    (run,) = merged([product(nn.Linear(4, 4), tallies=(tally,))], ("x",), compiled=True)
+    for _ in range(3):
+        run({"x": mx.ones((1, 1, 4))}, STATE, [])
+    (row,) = trace.pieces()
+    assert (row.count, row.note) == (3, "router: cuda")
+    assert trace.snapshot() == []
+
+
+def test_twins_compute_with_the_arrays_that_they_are_given_and_leave_the_modules_alone():
+    holder = Holder()
+    holder.first, holder.second, holder.alone = nn.Linear(4, 4), nn.Linear(4, 4), mx.ones((2,))
+    twins = Twins(holder, without=(holder.second,))
+    assert len(twins.holders) == 3
+    version, weight = holder.version, holder.first.weight
+    (twin,) = twins.at([mx.zeros_like(h[n]) for h, n in zip(twins.holders, twins.names, strict=True)])
+    assert not twin.first(mx.ones((1, 4))).any()
+    assert twin.second is holder.second
+    assert not twin.alone.any()
+    twin.first = nn.Linear(2, 2)
+    assert holder.first.weight is weight
+    assert holder.version == version
+
+
+def test_a_position_is_one_array_for_equal_offsets_and_four_values_wide():
+    state = ForwardState(mx.array([[1]]))
+    assert state.position(7) is state.position(7)
+    assert state.position(7).tolist() == [7] * 4
+    assert state.position(mx.array([9])).tolist() == [9] * 4
