@@ -109,9 +109,14 @@ class Settings(BaseSettings):
         "receipt shows yet what they gain.",
         json_schema_extra=_page("anything but 0, false, off, no", "off"),
     )
+    cpu_threads: WholeNumber = Field(
+        None,
+        description="Threads of the CPU's kernels; more than there are cores are not started.",
+        json_schema_extra=_page("a whole number; 0 as unset", "the machine's cores, or numba's own setting"),
+    )
     cache_dir: Folder = Field(
         None,
-        description="Where `registry tune` keeps what it measured.",
+        description="Where `registry tune` keeps what it measured, and the CPU's kernels their machine code.",
         json_schema_extra=_page("a folder", "the user's cache folder"),
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import get_num_threads, njit, prange, types
+from numba import get_num_threads, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
 (
@@ -428,6 +428,11 @@ def _run_many(  # type: ignore[no-untyped-def]
                         value = y[r, row] if number <= FEW else _completed(down, e, first + row, y[r, row])
                         out[token, first + row] += share * value
     return -1
+
+
+def use_threads(count: int) -> None:
+    """How many threads the parallel forms use from now on, where this thread calls them."""
+    set_num_threads(count)
 
 
 def start_threads() -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.registry import settings
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -77,12 +78,22 @@ def _not_started(error: Exception, hint: str) -> Decline:
 def run(forms: Forms, large: bool, *arguments: Any) -> Any:
     """Run one computation, on all threads where it is large."""
     with LOCK:
+        if large:
+            # numba keeps the number for each of the threads that call.
+            compiled().use_threads(_threads())
         return (forms.parallel if large else forms.serial)(*arguments)
 
 
 def parts() -> int:
     """Into how many pieces a large computation is cut: some for each thread, so that none waits long."""
-    return 4 * int(compiled().get_num_threads())
+    return 4 * _threads()
+
+
+@lru_cache(maxsize=1)
+def _threads() -> int:
+    """How many threads the kernels run on."""
+    most = int(compiled().get_num_threads())
+    return min(settings.read().cpu_threads or most, most)
 
 
 def compiled() -> ModuleType:

@@ -104,6 +104,16 @@ def test_threads_give_the_same_bits_as_one(monkeypatch, rows):
     assert all(mx.array_equal(run(x), once) for _ in range(5))
 
 
+def test_the_setting_bounds_the_threads(monkeypatch):
+    most = start._threads()
+    for said, wanted in (("1", 1), ("999", most), ("0", most)):
+        monkeypatch.setenv("MLX_EXPERTS_CPU_THREADS", said)
+        start._threads.cache_clear()
+        assert start._threads() == wanted
+    monkeypatch.delenv("MLX_EXPERTS_CPU_THREADS")
+    start._threads.cache_clear()
+
+
 def test_two_threads_at_once_get_right_products(monkeypatch):
     monkeypatch.setattr(start, "PARALLEL_FROM", 0)
     modules = [layer(("affine", 4, 64), 300, 256, mx.float32, seed=i) for i in range(2)]
