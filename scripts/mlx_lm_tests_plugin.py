@@ -32,9 +32,9 @@ def _model_of(theirs: type) -> Any:
     """A stand-in for mlx-lm's class that gives this package's model where a family fits the arguments."""
 
     def build(args: Any) -> Any:
-        from mlx_experts.engine.models.decoder import ModelArgs
         from mlx_experts.engine.models.factory import build as build_ours
         from mlx_experts.engine.models.known_families import catalog
+        from mlx_experts.engine.models.model import ModelArgs
         from mlx_experts.registry.errors import UnknownFamilyError
 
         config = _plain(args)

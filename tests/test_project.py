@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 from mlx_experts.registry.catalog.catalog import Catalog
@@ -85,3 +87,16 @@ def test_no_module_probes_or_swallows() -> None:
 def test_carried_cases_stay_small() -> None:
     size = sum(path.stat().st_size for path in (ROOT / "tests" / "cases").rglob("*") if path.is_file())
     assert size <= 23_000_000
+
+
+def test_a_wheel_holds_every_package_and_every_data_file() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    tops = ("registry", "engine", "plugins", "families")
+    folders = {path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")}
+    names = {"mlx_experts", *(f"mlx_experts.{'.'.join(f.relative_to(ROOT).parts)}" for f in folders)}
+    assert set(settings["packages"]) == names
+    for folder in folders:
+        name = f"mlx_experts.{'.'.join(folder.relative_to(ROOT).parts)}"
+        patterns = settings["package-data"].get(name, [])
+        data = [p.name for p in folder.iterdir() if p.is_file() and p.suffix not in (".py", ".pyc")]
+        assert [each for each in data if not any(fnmatch(each, pattern) for pattern in patterns)] == [], name

@@ -20,8 +20,8 @@ from mlx_experts.engine.kernels.expert_weights import SharedModules, children
 from mlx_experts.engine.kernels.request import Activation, Device, KernelRequest
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, place, take_rows
-from mlx_experts.engine.layers.observed import ObservedRouter, RoutingObserver
 from mlx_experts.engine.layers.router import BoundRouter, Router
+from mlx_experts.engine.layers.routers.observed import ObservedRouter, RoutingObserver
 from mlx_experts.engine.layers.tensor_parallel import Cuts, Group
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.registry.errors import ConfigError

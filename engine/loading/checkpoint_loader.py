@@ -13,9 +13,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.models.base import LanguageModel
-from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import ModelArgs
 from mlx_experts.engine.weights import heads
 from mlx_experts.engine.weights.pipeline import prepare
 from mlx_experts.engine.weights.quantization import Format

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_experts.engine.models.base import LanguageModel
-from mlx_experts.engine.models.decoder import Model, ModelArgs
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.models.mlx_lm_backbone import backbone_class
+from mlx_experts.engine.models.model import Model, ModelArgs
 from mlx_experts.registry.spec.family import Family
 
 

@@ -24,7 +24,7 @@ from mlx_experts.engine.layers.linear import equip
 from mlx_experts.engine.layers.tensor_parallel import whole_or_untouched
 from mlx_experts.engine.models.adopt import Unfit, block_path, put_in_place, share, take_over
 from mlx_experts.engine.models.base import LanguageModel
-from mlx_experts.engine.models.decoder import ModelArgs
+from mlx_experts.engine.models.model import ModelArgs
 from mlx_experts.engine.weights.conversion import Converted, WeightConverter
 from mlx_experts.engine.weights.dequantize import Decoded, check_kinds, find_encodings
 from mlx_experts.engine.weights.tensor_tree import Tensors

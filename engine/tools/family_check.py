@@ -23,8 +23,8 @@ from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.api import load_model, save_model
 from mlx_experts.engine.loading.checkpoint_loader import saved_quantization
 from mlx_experts.engine.models.base import LanguageModel
-from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
+from mlx_experts.engine.models.model import ModelArgs
 from mlx_experts.engine.weights.audit import audit
 from mlx_experts.engine.weights.quantization import Format
 from mlx_experts.registry.checkpoint.size_limits import matrices

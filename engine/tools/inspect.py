@@ -25,9 +25,9 @@ from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.checkpoint_loader import cast_tensors, compute_dtype
 from mlx_experts.engine.models.base import LanguageModel
-from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import ModelArgs
 from mlx_experts.engine.weights.audit import collapse
 from mlx_experts.engine.weights.pipeline import Prepared, prepare
 from mlx_experts.registry.catalog.catalog import names_of

@@ -16,7 +16,7 @@ from mlx_lm.tuner.trainer import TrainingArgs, train
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_experts import generate, load, trace
-from mlx_experts.engine.models.decoder import Model
+from mlx_experts.engine.models.model import Model
 from mlx_experts.registry.errors import SettingError
 
 DEMO = str(files("mlx_experts").joinpath("demo"))

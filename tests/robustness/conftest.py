@@ -20,8 +20,8 @@ from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.api import load_with_report
 from mlx_experts.engine.loading.checkpoint_loader import LoadReport
-from mlx_experts.engine.models.decoder import Model
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import Model
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.values import Ref

@@ -105,6 +105,9 @@ class Watched(nn.Module):
         self.layer = layer
         self._seen = seen
 
+    def make_cache(self) -> Any:
+        return self.layer.make_cache()
+
     def __call__(self, x: mx.array, *rest: Any) -> mx.array:
         y: mx.array = self.layer(x, *rest)
         self._seen += [x.dtype, y.dtype]

@@ -14,8 +14,8 @@ from mlx_lm.utils import load_model as load_in_mlx_lm
 from mlx_experts import get_model_classes
 from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
 from mlx_experts.engine.layers.module_tree import find
-from mlx_experts.engine.models.decoder import Model
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import Model
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.weights.expert_layouts import export_experts, own_fused_layout
 from mlx_experts.registry.errors import TensorError

@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_experts.engine.models.decoder import Model
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import Model
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.weights.dequantize import decode_encodings
 from mlx_experts.registry.errors import QuantizationError, TensorError

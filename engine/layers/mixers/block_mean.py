@@ -15,12 +15,12 @@ from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 from pydantic import Field
 
 from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.caches.token_pools import chosen, pick_pools, pools
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm
 from mlx_experts.engine.layers.options import check_parts, mixer_options
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.layers.rope_turns import turn
-from mlx_experts.engine.layers.token_pools import chosen, pick_pools, pools
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import GqaSpec

@@ -16,9 +16,9 @@ from mlx_lm.models.mla import MultiLinear
 from pydantic import Field
 
 from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.caches.pooled_cache import PooledCache
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.options import check_parts, mixer_options
-from mlx_experts.engine.layers.pooled_cache import PooledCache
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.layers.rope_turns import turn
 from mlx_experts.plugins.hookspecs import hookimpl

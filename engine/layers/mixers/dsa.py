@@ -13,13 +13,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 from pydantic import Field
 
+from mlx_experts.engine.layers.caches.token_pools import best_of, chosen, pick_pools, pools
 from mlx_experts.engine.layers.forward_context import ForwardState, KeptLatents
 from mlx_experts.engine.layers.mixers.mla import LatentAttention, MlaOptions, PositionScale, remember
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.options import mixer_options
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.layers.rope_turns import turn
-from mlx_experts.engine.layers.token_pools import best_of, chosen, pick_pools, pools
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan, RopePlan

@@ -20,8 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
 
 from mlx_experts.engine.loading.doors import Doors, open_doors
-from mlx_experts.engine.models.decoder import Model
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import Model
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.resolve.tiny_config import tiny_config

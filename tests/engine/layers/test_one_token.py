@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_experts.engine.layers import one_token
+from mlx_experts.engine.layers.decode import one_token
 from mlx_experts.engine.models import decoder
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny

@@ -20,9 +20,9 @@ from mlx_lm.utils import save_config
 from mlx_experts import get_model_classes, load_model, trace
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.api import load_with_report
-from mlx_experts.engine.models.decoder import ModelArgs
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import ModelArgs
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint

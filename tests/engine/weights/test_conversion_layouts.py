@@ -15,8 +15,8 @@ from mlx_lm.utils import quantize_model
 
 from mlx_experts import load_model, save_model
 from mlx_experts.engine.loading.api import load_with_report
-from mlx_experts.engine.models.decoder import Model
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.models.model import Model
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.resolve.tiny_config import tiny_config
