@@ -118,6 +118,9 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
         for view, folder, config_file in views(out)
         if reload_hub or view == "fused"
     }
+    if pattern := recipe.get("tensor_drops"):
+        for _, folder, _ in views(out):
+            drop_tensors(folder / "model.safetensors", pattern)
     np.savez_compressed(out / "oracle.npz", **oracle)
     family, _, variant = name.partition("/")
     request = {
@@ -298,6 +301,12 @@ def rename_tensors(path: Path, renames: dict[str, str]) -> None:
     for pattern, new in renames.items():
         tensors = {re.sub(pattern, new, name): value for name, value in tensors.items()}
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def drop_tensors(path: Path, pattern: str) -> None:
+    """Leave out what has nothing to do with the text model and would make the case large."""
+    kept = {name: value for name, value in load_file(path).items() if not re.search(pattern, name)}
+    save_file(kept, path, metadata={"format": "pt"})
 
 
 def views(case: Path) -> Iterator[tuple[str, Path, str]]:
