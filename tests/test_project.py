@@ -67,7 +67,8 @@ def test_no_module_probes_or_swallows() -> None:
     """No `hasattr`, and no broad `except` but where strangers' code is called.
 
     What a plugin raises while it is imported or asked is told as the plugin's. The tokenizers library panics
-    past ``Exception``, with a class that cannot be imported. The command line's outermost frame reports bugs.
+    past ``Exception``, with a class that cannot be imported. What a command of mlx-lm raises is its own. A
+    half spread model is put back whatever stopped it. The outermost frame of the commands reports bugs.
     """
     broad = []
     for path in MODULES:
@@ -76,8 +77,10 @@ def test_no_module_probes_or_swallows() -> None:
         at = str(path.relative_to(ROOT))
         broad += [at for _ in re.findall(r"^\s*except(?:[ (].*\b(?:Base)?Exception\b.*)?:", text, re.M)]
     assert broad == [
+        "engine/layers/tensor_parallel.py",
         "engine/loading/api.py",
         "engine/loading/api.py",
+        "engine/tools/mlx_lm_tools.py",
         "plugins/manager.py",
         "plugins/manager.py",
         "registry/cli/__init__.py",

@@ -53,6 +53,7 @@ def load_model(
     family: Family | str | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
+    mtp: bool = False,
 ) -> tuple[LanguageModel, dict[str, Any]]:
     """Load a model from a folder or a Hugging Face repository.
 
@@ -69,6 +70,8 @@ def load_model(
         family: use this family, or the one of this name, whatever the config says.
         revision: a branch, tag or commit of the repository.
         progress: called with (shards read, shards in all, file name).
+        mtp: keep the checkpoint's first next-token prediction layer, which ``stream_generate(..., mtp=True)``
+            drafts with.
 
     Returns:
         The model and its config.
@@ -86,6 +89,7 @@ def load_model(
         family=family,
         revision=revision,
         progress=progress,
+        mtp=mtp,
     )
     _tell(report, path_or_hf_repo)
     return model, config

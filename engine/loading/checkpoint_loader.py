@@ -24,6 +24,7 @@ from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.checkpoint.size_limits import check_sizes
 from mlx_experts.registry.errors import QuantizationError, SettingError, TensorError
 from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.prediction import add_prediction_layer
 from mlx_experts.registry.spec.family import Family
 
 Progress = Callable[[int, int, str], None]
@@ -61,6 +62,7 @@ def load_checkpoint(
     families: tuple[Path, ...] = (),
     family: Family | str | None = None,
     progress: Progress | None = None,
+    mtp: bool = False,
 ) -> tuple[LanguageModel, dict[str, Any], LoadReport]:
     """Build the model of a checkpoint and fill every parameter.
 
@@ -74,6 +76,7 @@ def load_checkpoint(
         families: further folders with family files.
         family: use this family, or the one of this name, whatever the config says.
         progress: called with (shards read, shards in all, file name).
+        mtp: keep the checkpoint's first next-token prediction layer.
 
     Returns:
         The model, its config, and a report.
@@ -89,6 +92,8 @@ def load_checkpoint(
     if isinstance(family, str):
         family = known.load(family)
     plan = resolve(family or known.for_config(config), config)
+    if mtp:
+        plan = add_prediction_layer(plan)
     check_sizes(plan, checkpoint)
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = build(args)

@@ -17,8 +17,9 @@ from mlx_lm.generate import generate as _whole
 from mlx_lm.generate import stream_generate as _stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_experts.engine.loading.prediction_drafts import PredictionDrafter
 from mlx_experts.engine.loading.prompt_caches import unbounded
-from mlx_experts.engine.loading.speculative import Account, Token, speculative_step
+from mlx_experts.engine.loading.speculative import Account, Token, speculate, speculative_step
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.registry.errors import SettingError
 
@@ -53,6 +54,7 @@ def stream_generate(
     max_tokens: int = 256,
     *,
     draft_model: nn.Module | None = None,
+    mtp: bool = False,
     adaptive_draft: bool = True,
     drafting: Account | None = None,
     **options: Any,
@@ -62,6 +64,7 @@ def stream_generate(
     Args:
         prompt: text, or token ids.
         draft_model: a smaller model of the same vocabulary, whose guesses the model checks.
+        mtp: draft with the model's own prediction layer; see ``load(..., mtp=True)``.
         adaptive_draft: end drafting where it takes longer than it saves.
         drafting: filled with what drafting did.
         options: further options of ``mlx_lm.stream_generate``.
@@ -72,13 +75,22 @@ def stream_generate(
     """
     _check(model, [prompt], {**options, "draft_model": draft_model})
     _say_unbounded(model, options)
-    if draft_model is None:
+    if draft_model is None and not mtp:
         options.pop("num_draft_tokens", None)
         return _stream(model, tokenizer, prompt, max_tokens, **options)
     ids = prompt_ids(tokenizer, prompt)
     for name in ("max_kv_size", "prompt_progress_callback"):
         # As in mlx-lm, a draft and the model read the prompt in their own ways.
         options.pop(name, None)
+    if draft_model is None:
+        return respond(
+            _predicted(ids, model, max_tokens, adaptive_draft, drafting, options),
+            tokenizer,
+            ids.size,
+            max_tokens,
+        )
+    if mtp:
+        raise SettingError("either a draft model or the prediction layer drafts", found="draft_model and mtp")
     tokens = speculative_step(
         ids,
         model,
@@ -89,6 +101,34 @@ def stream_generate(
         **options,
     )
     return respond(tokens, tokenizer, ids.size, max_tokens)
+
+
+def _predicted(
+    ids: mx.array,
+    model: nn.Module,
+    max_tokens: int,
+    adaptive: bool,
+    account: Account | None,
+    options: dict[str, Any],
+) -> Generator[Token, None, None]:
+    """Tokens that the model's own prediction layer drafts."""
+    if not isinstance(model, LanguageModel):
+        raise SettingError("only models of this package have a prediction layer", found=type(model).__name__)
+    if options.pop("prompt_cache", None) is not None:
+        raise SettingError(
+            "a prediction layer reads the hidden states of the whole prompt, which no prompt cache holds",
+            found="prompt_cache and mtp",
+        )
+    return speculate(
+        ids,
+        model,
+        PredictionDrafter(model),
+        max_tokens=max_tokens,
+        hidden=True,
+        adaptive=adaptive,
+        account=account,
+        **{"num_draft_tokens": 1, **options},
+    )
 
 
 def prompt_ids(tokenizer: Any, prompt: str | Ids) -> mx.array:

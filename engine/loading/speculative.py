@@ -7,6 +7,7 @@ ends by itself where it takes longer than it saves.
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +22,14 @@ from mlx_lm.generate import (
     generation_stream,
     maybe_quantize_kv_cache,
 )
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_experts.registry.errors import SettingError
@@ -41,7 +49,7 @@ class Drafter(Protocol):
         """Read the prompt [L] but for its last token, and the model's hidden states [L - 1, D] of it."""
 
     def draft(self, count: int) -> mx.array:
-        """Guess ``count`` tokens after the last one that is known."""
+        """Guess at most ``count`` tokens after the last one that is known."""
 
     def confirm(self, tokens: Sequence[int], drafted: int, hidden: mx.array | None) -> None:
         """Take over what the model said.
@@ -221,11 +229,10 @@ def speculate(
         A token, its log-probabilities [V], and whether it was drafted.
 
     Raises:
-        SettingError: a cache cannot go back.
+        SettingError: a cache of the drafter cannot go back.
     """
     account = account if account is not None else Account()
     keeps, cache = cache is not None, make_prompt_cache(model) if cache is None else cache
-    _require_trimmable(cache, "the model")
     choose = _Choice(sampler or greedy_sampler, list(logits_processors or ()))
 
     def read(tokens: mx.array) -> tuple[mx.array, mx.array | None]:
@@ -239,6 +246,7 @@ def speculate(
         seen = prefill(model, cache, prompt, prefill_step_size, quantize, call)
         choose.history = prompt[:-1]
         drafter.begin(prompt, mx.concatenate(seen) if seen else None)
+    place = Place(cache, lambda tokens: (read(tokens), quantize(cache)))
     last, made, judge_at = int(prompt[-1].item()), 0, 0
     new: list[int] = []
     given = 0
@@ -250,7 +258,10 @@ def speculate(
             began = time.perf_counter()
             with mx.stream(stream):
                 drafts = drafter.draft(count) if count else mx.array([], mx.uint32)
+                # A drafter may have no guess yet.
+                count = drafts.size
                 fed = mx.concatenate([mx.array([last], mx.uint32), drafts.astype(mx.uint32)])
+                place.mark(fed)
                 logits, states = read(fed)
                 quantize(cache)
                 tokens, logprobs = choose(fed, logits)
@@ -258,7 +269,7 @@ def speculate(
                 guesses, sampled = drafts.tolist(), tokens.tolist()
                 stand = next((i for i, guess in enumerate(guesses) if guess != sampled[i]), count)
                 new, given = sampled[: stand + 1], 0
-                trim_prompt_cache(cache, count - stand)
+                place.keep(stand + 1)
                 drafter.confirm(new, count, None if states is None else states[: stand + 1])
             account.drafted += count
             account.accepted += stand
@@ -283,7 +294,7 @@ def speculate(
                     read(mx.array(new[-1:], mx.uint32))
                     quantize(cache)
                 else:
-                    trim_prompt_cache(cache, len(new) - 1 - given)
+                    place.keep(given + 1)
                 drafter.settle(len(new) - given)
                 mx.eval([each.state for each in cache])
     if account.stopped and made != max_tokens:
@@ -299,6 +310,64 @@ def speculate(
         )
         for token, logprob in plain:
             yield token, logprob, False
+
+
+class Place:
+    """Where a model's caches stand, and the way back from tokens that do not stand after all.
+
+    Keys and values are cut off again. A state, or a window that has lost its oldest tokens, is put back to
+    what it was at the last mark, and the tokens that stand are read once more.
+
+    Args:
+        cache: the caches.
+        read: reads tokens [L] into them.
+    """
+
+    def __init__(self, cache: list[Any], read: Callable[[mx.array], Any]) -> None:
+        self._cache, self._read = cache, read
+        self._twins: list[Any] = []
+        self._fed, self._held = mx.array([]), 0
+
+    def mark(self, fed: mx.array) -> None:
+        """Remember this place; ``fed`` [L] is read next."""
+        self._fed, self._held = fed, fed.size
+        self._twins = [None if _cuts(each) else _twin(each) for each in self._cache]
+
+    def keep(self, count: int) -> None:
+        """Hold the first ``count`` of the tokens that were read since the mark."""
+        surplus = self._held - count
+        if not surplus:
+            return
+        if all(twin is None for twin in self._twins):
+            trim_prompt_cache(self._cache, surplus)
+        else:
+            for each, twin in zip(self._cache, self._twins, strict=True):
+                if twin is None:
+                    each.trim(self._held)
+                else:
+                    vars(each).update(vars(_twin(twin)))
+            self._read(self._fed[:count])
+        self._held = count
+
+
+def _cuts(cache: Any) -> bool:
+    """Whether a cache can always let its newest tokens go."""
+    if isinstance(cache, CacheList):
+        return all(_cuts(each) for each in cache.caches)
+    return isinstance(cache, KVCache | QuantizedKVCache)
+
+
+def _twin(value: Any) -> Any:
+    """A copy of a cache, or of what one holds, that later writes into the cache do not reach."""
+    if isinstance(value, mx.array):
+        return value[...]
+    if isinstance(value, list | tuple):
+        return type(value)(_twin(each) for each in value)
+    if value is None or isinstance(value, int | float | str):
+        return value
+    copied = copy.copy(value)
+    vars(copied).update({name: _twin(each) for name, each in vars(value).items()})
+    return copied
 
 
 class _Choice:

@@ -28,6 +28,19 @@ class LanguageModel(nn.Module):
         def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
             """Token ids ``[B, L]`` to logits ``[B, L, vocabulary]``."""
 
+        @property
+        def predicts(self) -> bool:
+            """Whether it has a prediction layer, which ``load(..., mtp=True)`` keeps."""
+
+        def hidden_and_logits(self, inputs: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+            """Hidden states after the final norm, and logits."""
+
+        def predict(self, tokens: mx.array, hidden: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+            """Hidden states and logits of what the prediction layer guesses."""
+
+        def make_prediction_cache(self) -> Any:
+            """A fresh cache of the prediction layer."""
+
         def make_cache(self) -> list[Any]:
             """The caches of the layers that keep anything."""
 

@@ -34,6 +34,7 @@ from mlx_experts.engine.layers.residual.base import ResidualForm
 from mlx_experts.engine.layers.routers.stateful_moe import StatefulMoE, stateful_router
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.pipeline import Stage, plan_stages
+from mlx_experts.engine.models.prediction import build_prediction
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.errors import ConfigError, SettingError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -272,13 +273,22 @@ class Decoder(VersionedModule):
         place(self, names.layers, [make(layer, plan, fused) for layer in plan.layers])
         if names.norm is not None:
             place(self, names.norm, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
+        self._count = plan.decoder_layers
+        if plan.prediction is not None:
+            build_prediction(find(self, names.layers)[-1], plan)
         self._stage: Stage | None = None
 
     @property
     def layer_list(self) -> list[Any]:
         """The decoder layers that this rank runs."""
-        layers: list[Any] = find(self, self._names.layers)
+        layers: list[Any] = find(self, self._names.layers)[: self._count]
         return layers if self._stage is None else layers[self._stage.start :]
+
+    @property
+    def prediction_layer(self) -> Any:
+        """The layer past the last one that guesses the token after the next, or None."""
+        layers: list[Any] = find(self, self._names.layers)
+        return layers[-1] if len(layers) > self._count else None
 
     pipeline_layers = layer_list
 
@@ -299,6 +309,11 @@ class Decoder(VersionedModule):
                 "layers with a residual form of their own cannot be spread by layers",
                 found=type(self._form).__name__,
                 hint="use tensor parallelism, which spreads every layer",
+            )
+        if self.prediction_layer is not None:
+            raise SettingError(
+                "a model with a prediction layer cannot be spread by layers",
+                hint="load it without mtp, or use tensor parallelism",
             )
         layers = self.layer_list
         sources = [_source(layer) for layer in layers]

@@ -20,6 +20,7 @@ from mlx_experts.engine.layers.tensor_parallel import apply_cuts, check_cuts
 from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.decoder import Decoder
+from mlx_experts.engine.models.prediction import predict
 from mlx_experts.engine.weights.conversion import WeightConverter
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import Plan, resolve
@@ -97,6 +98,7 @@ class Model(LanguageModel, VersionedModule):
             place(self, f"{self._head}.bias", mx.zeros((plan.sizes.vocab_size,)))
         if self._head_norm is not None:
             place(self, self._head_norm, make_norm(plan.norm, plan.sizes.hidden_size, plan.sizes.norm_eps))
+        self._instead: Callable[[], list[Any]] | None = None
         self._converter = self._make_converter()
         equip(self, args.fused)
 
@@ -188,9 +190,19 @@ class Model(LanguageModel, VersionedModule):
             AttributeError: every layer keeps plain keys and values. mlx-lm makes such caches itself, and
                 within ``max_kv_size`` where that is asked for.
         """
+        if self._instead is not None:
+            return self._instead
         if self.steps().plain_caches:
             raise AttributeError("make_cache: mlx-lm makes the caches of this model")
         return self._own_caches
+
+    @make_cache.setter
+    def make_cache(self, instead: Callable[[], list[Any]]) -> None:
+        self._instead = instead
+
+    @make_cache.deleter
+    def make_cache(self) -> None:
+        self._instead = None
 
     def _own_caches(self) -> list[Any]:
         return [cache for cache in self.decoder.make_caches() if cache is not None]
@@ -213,6 +225,36 @@ class Model(LanguageModel, VersionedModule):
         for module, cuts in cut:
             apply_cuts(module, cuts, group)
             module.divided(group)
+
+    def hidden_and_logits(self, inputs: mx.array, cache: list[Any] | None) -> tuple[mx.array, mx.array]:
+        """Hidden states [B, L, D] after the final norm, and the logits [B, L, vocabulary] of them."""
+        steps: ModelSteps = self.steps()
+        caches = [None if cache is None or i is None else cache[i] for i in steps.cache_of]
+        hidden = steps.decoder(inputs, caches, None)
+        return hidden, steps.logits(hidden)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the model has a prediction layer, which ``load(..., mtp=True)`` keeps."""
+        return self.decoder.prediction_layer is not None
+
+    def predict(self, tokens: mx.array, hidden: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Guess the tokens after ``tokens``.
+
+        Args:
+            tokens: the tokens [B, L] after those that ``hidden`` is of.
+            hidden: hidden states [B, L, D], the model's own or those of an earlier guess.
+            cache: the prediction layer's own cache.
+
+        Returns:
+            Hidden states [B, L, D] of the guesses, and their logits [B, L, vocabulary].
+        """
+        found = predict(self.decoder, self.plan, tokens, hidden, cache)
+        return found, self.steps().logits(found)
+
+    def make_prediction_cache(self) -> Any:
+        """A fresh cache of the prediction layer."""
+        return self.decoder.prediction_layer.make_cache()
 
     def pipeline(self, group: mx.distributed.Group, split: Sequence[int] | None = None) -> None:
         """Keep this rank's layers; see :meth:`Decoder.pipeline`."""

@@ -225,6 +225,11 @@ class WeightConverter:
             )
 
     def _strip(self, name: str) -> str:
+        prediction = self.plan.prediction
+        if prediction is not None and prediction.path:
+            head, _, rest = unwrapped(name).partition(".")
+            if head == prediction.path and rest:
+                return f"{self.layers}.{self.tree.num_layers - 1}.{rest.removeprefix('layers.0.')}"
         for prefix in self.spec.prefixes:
             if name.startswith(prefix):
                 return self.wrapper + name[len(prefix) :]

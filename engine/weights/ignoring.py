@@ -33,9 +33,11 @@ class Ignored:
     ) -> None:
         self._plan, self._in_tree, self._renamed = plan, in_tree, renamed
         self._rules = [PathPattern(rule) for rule in plan.checkpoint.ignore]
-        self._beyond = (
-            f"{layers}.{{layer}} past the last layer" if plan.checkpoint.ignore_extra_layers else ""
-        )
+        numbered = plan.family.mtp is not None or plan.checkpoint.ignore_extra_layers
+        self._beyond = f"{layers}.{{layer}} past the last layer" if numbered else ""
+        # Of a prediction layer that is kept, the copies of the model's own tensors are not.
+        copies = plan.prediction.ignore if plan.prediction is not None else ()
+        self._copies = [PathPattern(f"{layers}.{plan.sizes.num_layers - 1}.{each}") for each in copies]
         self._layer = PathPattern(f"{layers}.{{layer}}.*")
 
     def rule(self, name: str) -> str | None:
@@ -47,7 +49,10 @@ class Ignored:
         for rule in _BUFFERS:
             if rule.matches(name):
                 return rule.text
-        if _PREDICTION_HEADS.matches(unwrapped(name)):
+        for rule in self._copies:
+            if rule.matches(stripped):
+                return rule.text
+        if self._plan.prediction is None and _PREDICTION_HEADS.matches(unwrapped(name)):
             return _PREDICTION_HEADS.text
         if self._beyond:
             match = self._layer.match(stripped) or self._layer.match(self._renamed(stripped))

@@ -18,6 +18,7 @@ from mlx_experts.registry.spec.family import (
     NormSpec,
     PluginMixerSpec,
 )
+from mlx_experts.registry.spec.prediction import PredictionSpec
 
 FLOAT32_LARGEST = 3.4e38
 ROPE_PLACE = "rope_parameters or rope_scaling in config.json, or `rope` in the family file"
@@ -129,6 +130,7 @@ class Plan:
 
     Args:
         checkpoint: what its checkpoints may look like, every path written out.
+        prediction: how the last of the layers predicts; None where all of them are decoder layers.
     """
 
     family: Family
@@ -139,6 +141,12 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     checkpoint: CheckpointSpec
     config: ConfigView
+    prediction: PredictionSpec | None = None
+
+    @property
+    def decoder_layers(self) -> int:
+        """How many layers a forward pass goes through."""
+        return len(self.layers) - (self.prediction is not None)
 
     @property
     def moe_layers(self) -> list[int]:

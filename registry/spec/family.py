@@ -27,6 +27,7 @@ from mlx_experts.registry.spec.checkpoint import (
 )
 from mlx_experts.registry.spec.config_test import ConfigTest as ConfigTest
 from mlx_experts.registry.spec.layer_rules import AllLayers, LayerRule, TypeRule
+from mlx_experts.registry.spec.prediction import PredictionSpec
 from mlx_experts.registry.spec.values import (
     RESOLVED,
     Bool,
@@ -412,6 +413,9 @@ class Family(Spec):
     dense: DenseSpec | None = Field(None, description="The MLP of layers without experts.")
     moe: MoeSpec = Field(description="The Mixture-of-Experts block.")
     head: HeadSpec = Field(HeadSpec(), description="Output head.")
+    mtp: PredictionSpec | None = Field(
+        None, description="Next-token prediction layers, which are kept where that is asked for."
+    )
     checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="What checkpoints may look like.")
     example: dict[str, Any] = Field(
         {}, description="Config entries of the tiny model that checks build, where they cannot be guessed."

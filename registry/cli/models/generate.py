@@ -37,6 +37,18 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Compute dtype: float32, float16 or bfloat16.")
     ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", help="Smaller model of the same vocabulary that drafts.")
+    ] = None,
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="Draft with the checkpoint's own prediction layer.")
+    ] = False,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option("--num-draft-tokens", min=1, help="Guesses a round; 3, or 1 with --mtp.")
+    ] = None,
+    adaptive_draft: Annotated[
+        bool, typer.Option("--adaptive-draft/--always-draft", help="End drafting where it loses time.")
+    ] = True,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of LoRA adapters.")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     families: Families = None,
@@ -69,6 +81,7 @@ def generate(
             families=tuple(families or ()),
             family=family,
             progress=progress,
+            mtp=mtp,
         )
     text = _text(prompt)
     tokens = _tokens(tokenizer, text, system, raw)
@@ -88,17 +101,19 @@ def generate(
             where=model,
             hint="its tensors hold NaN or infinity, or the compute dtype is too narrow: try --dtype float32",
         )
+    drafting, drafts = _drafts(draft_model, mtp, num_draft_tokens, adaptive_draft, json)
     counts.reset()
     texts: list[str] = []
     last: Any = None
     for last in stream_generate(
-        loaded, tokenizer, tokens, max_tokens=max_tokens, sampler=make_sampler(temp, top_p)
+        loaded, tokenizer, tokens, max_tokens=max_tokens, sampler=make_sampler(temp, top_p), **drafts
     ):
         texts.append(last.text)
         if not json:
             print(last.text, end="", flush=True)
     if json:
-        print(json_module.dumps(_result("".join(texts), last, counts), indent=2))
+        result = _result("".join(texts), last, counts)
+        print(json_module.dumps(result | ({"drafting": _drafted(drafting)} if drafts else {}), indent=2))
         return
     print()
     if last is not None:
@@ -107,9 +122,48 @@ def generate(
             f"generation {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s · "
             f"peak memory {last.peak_memory:.3f} GB[/dim]"
         )
+    if drafts:
+        found = _drafted(drafting)
+        console().print(
+            f"[dim]draft {found['drafted']} tokens, {found['accepted']} accepted ({found['rate']:.0%})"
+            + (f" · {drafting.stopped}" if drafting.stopped else "")
+            + "[/dim]"
+        )
     if trace:
         rows = [(r.layer, r.path, r.rows, r.reason, r.count, r.note) for r in counts.table()]
         print_table("experts", ("layers", "path", "rows", "reason", "calls", "note"), rows)
+
+
+def _drafts(
+    draft_model: str | None, mtp: bool, count: int | None, adaptive: bool, quiet: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The account of what drafting does, and the options that ask for it; none where nothing drafts."""
+    from mlx_experts.engine.loading.doors import Doors
+    from mlx_experts.engine.loading.speculative import Account
+
+    account = Account()
+    if draft_model is None and not mtp:
+        return account, {}
+    if draft_model is not None and mtp:
+        raise SettingError("either a draft model or the prediction layer drafts", found="--draft-model --mtp")
+    options: dict[str, Any] = {
+        "adaptive_draft": adaptive,
+        "drafting": account,
+        "num_draft_tokens": count or (1 if mtp else 3),
+    }
+    if draft_model is None:
+        return account, options | {"mtp": True}
+    doors = Doors(tell=lambda text: None if quiet else print(text, file=sys.stderr))
+    return account, options | {"draft_model": doors.load(draft_model)[0]}
+
+
+def _drafted(account: Any) -> dict[str, Any]:
+    return {
+        "drafted": account.drafted,
+        "accepted": account.accepted,
+        "rate": account.rate,
+        "stopped": account.stopped,
+    }
 
 
 def _text(prompt: str) -> str:

@@ -132,10 +132,30 @@ def test_drafting_that_wins_goes_on() -> None:
     assert account.stopped == ""
 
 
-def test_states_cannot_go_back_and_are_refused_in_words() -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "gpt_oss", "longcat_flash", "jamba"])
+def test_states_and_full_windows_go_back_to_where_they_were(name: str) -> None:
+    """Windows of 8 tokens, states of every kind, several caches a layer; all guesses are wrong."""
+    model, draft, prompt = tiny(name), tiny("qwen3_moe"), mx.array([3, 9, 4, 1, 7])
+    want = plain(model, prompt, 24)
+    steps = speculative_step(prompt, model, draft, num_draft_tokens=3, max_tokens=24, adaptive=False)
+    assert [token for token, _, _ in steps] == want
+    for given in (2, 3, 9):
+        caches = make_prompt_cache(model) + make_prompt_cache(draft)
+        steps = speculative_step(
+            prompt, model, draft, max_tokens=24, prompt_cache=caches, adaptive=False, num_draft_tokens=3
+        )
+        assert [next(steps)[0] for _ in range(given)] == want[:given]
+        steps.close()
+        own = caches[: len(make_prompt_cache(model))]
+        assert plain(model, mx.array([11]), 4, prompt_cache=own) == plain(
+            model, mx.concatenate([prompt, mx.array([*want[:given], 11])]), 4
+        )
+
+
+def test_a_draft_model_whose_state_cannot_go_back_is_refused_in_words() -> None:
     model = tiny("qwen3_next")
     with pytest.raises(SettingError, match="goes back in the prompt cache") as caught:
-        list(speculative_step(mx.array([1, 2]), model, model))
+        list(speculative_step(mx.array([1, 2]), tiny("qwen3_moe"), model))
     assert caught.value.found == "ArraysCache"
 
 
