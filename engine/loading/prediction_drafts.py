@@ -47,6 +47,7 @@ class PredictionDrafter:
         """At most ``count`` guesses; none before the model has read the last token."""
         if self._guess is None:
             return mx.array([], mx.uint32)
+        assert self._hidden is not None
         guesses, hidden = [self._guess], self._hidden
         for _ in range(count - 1):
             hidden, logits = self.model.predict(guesses[-1][None], hidden, self.cache[0])
@@ -57,7 +58,7 @@ class PredictionDrafter:
         """Forget what was read of guesses, and read what the model said with its hidden states."""
         assert hidden is not None
         trim_prompt_cache(self.cache, max(drafted - 1, 0))
-        states, logits = self._read(mx.array(tokens, mx.uint32), hidden)
+        states, logits = self._read(mx.array(list(tokens), mx.uint32), hidden)
         self._hidden = states[:, -1:]
         self._guess = mx.argmax(logits[:, -1], axis=-1).astype(mx.uint32)
         mx.async_eval(self._guess, self._hidden)

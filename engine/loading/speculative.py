@@ -60,6 +60,9 @@ class Drafter(Protocol):
             hidden: the model's hidden states [len(tokens), D] at the tokens before each of these.
         """
 
+    def settle(self, dropped: int) -> None:
+        """Hold every token that was given: the last ``dropped`` of those confirmed last were not."""
+
 
 @dataclass
 class Account:
@@ -96,9 +99,6 @@ class Account:
         )
         return True
 
-    def settle(self, dropped: int) -> None:
-        """Hold every token that was given: the last ``dropped`` of those confirmed last were not."""
-
 
 class DraftModel:
     """A smaller model of the same vocabulary as a drafter.
@@ -125,7 +125,7 @@ class DraftModel:
     def begin(self, prompt: mx.array, hidden: mx.array | None) -> None:
         """Read the prompt but for its last token."""
         prefill(self.model, self.cache, prompt, self.step, self.quantize)
-        self._pending = [int(prompt[-1].item())]
+        self._pending = [_first(prompt[-1:])]
 
     def draft(self, count: int) -> mx.array:
         """Guess the likeliest ``count`` tokens."""
@@ -246,8 +246,13 @@ def speculate(
         seen = prefill(model, cache, prompt, prefill_step_size, quantize, call)
         choose.history = prompt[:-1]
         drafter.begin(prompt, mx.concatenate(seen) if seen else None)
-    place = Place(cache, lambda tokens: (read(tokens), quantize(cache)))
-    last, made, judge_at = int(prompt[-1].item()), 0, 0
+
+    def reread(tokens: mx.array) -> None:
+        read(tokens)
+        quantize(cache)
+
+    place = Place(cache, reread)
+    last, made, judge_at = _first(prompt[-1:]), 0, 0
     new: list[int] = []
     given = 0
     try:
@@ -266,7 +271,7 @@ def speculate(
                 quantize(cache)
                 tokens, logprobs = choose(fed, logits)
                 mx.eval(tokens, logprobs, drafts)
-                guesses, sampled = drafts.tolist(), tokens.tolist()
+                guesses, sampled = _ids(drafts), _ids(tokens)
                 stand = next((i for i, guess in enumerate(guesses) if guess != sampled[i]), count)
                 new, given = sampled[: stand + 1], 0
                 place.keep(stand + 1)
@@ -310,6 +315,15 @@ def speculate(
         )
         for token, logprob in plain:
             yield token, logprob, False
+
+
+def _ids(tokens: mx.array) -> list[int]:
+    found: Any = tokens.tolist()
+    return [int(each) for each in found]
+
+
+def _first(tokens: mx.array) -> int:
+    return _ids(tokens)[0]
 
 
 class Place:
