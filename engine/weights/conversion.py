@@ -179,6 +179,8 @@ class WeightConverter:
                     return modules
             if container := spellings.container_of(stack, f"{path}.weight"):
                 return [f"{stack.container}{path.removeprefix(container)}"]
+            if container := spellings.container_of(stack, f"{path}.weight"):
+                return [f"{stack.container}{path.removeprefix(container)}"]
         return [path]
 
     def _expert_layouts(self, stack: ExpertStack) -> tuple[ExpertLayout, ...]:
@@ -201,6 +203,8 @@ class WeightConverter:
             if stack is not None:
                 layer = by_layer.setdefault(i, {})
                 moved |= convert_experts(self._expert_layouts(stack), stack, layer, self.tree)
+                spellings.find_experts(stack, layer)
+                spellings.find_selection_bias(self.plan.layers[i], stack.layer, layer)
                 spellings.find_experts(stack, layer)
                 spellings.find_selection_bias(self.plan.layers[i], stack.layer, layer)
         for layer in by_layer.values():

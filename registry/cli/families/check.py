@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json as to_json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +13,10 @@ from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.checks.static_check import FastReport, check_fast
 from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json, print_table
 from mlx_experts.registry.cli.progress import track
-from mlx_experts.registry.errors import CheckFailed
+from mlx_experts.registry.errors import CheckFailed, SettingError
+
+if TYPE_CHECKING:
+    from mlx_experts.engine.tools.device_check import DeviceReport
 
 
 def check(
@@ -21,8 +25,18 @@ def check(
     ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Stop before anything needs MLX.")] = False,
     device: Annotated[
-        bool, typer.Option("--device", help="Run this device's kernels and say whether to trust them.")
+        bool,
+        typer.Option(
+            "--device",
+            help="Run this device's kernels and say whether to trust them; families where some are named.",
+        ),
     ] = False,
+    receipt: Annotated[
+        Path | None,
+        typer.Option(
+            "--receipt", help="With --device: write what ran, how right and how fast.", show_default=False
+        ),
+    ] = None,
     record: Annotated[
         Path | None, typer.Option("--record", help="Write the results as an evidence file.")
     ] = None,
@@ -32,9 +46,19 @@ def check(
 ) -> None:
     """Prove by running that families are registered, build, load every layout and dispatch fused.
 
+    --device runs this machine's kernels first and says last whether they may be trusted. A receipt of it
+    keeps device, versions, each kernel's distance to truth and its time against MLX's, as JSON.
+
     Example: registry check qwen3_moe mixtral
     """
     started = time.perf_counter()
+    if receipt is not None:
+        _may_write(receipt, device and not fast)
+    ran = _device(receipt) if device and not fast else None
+    verdict = None if ran is None else ran.verdict()
+    if ran is not None and not names:
+        _finish_device(ran, json)
+        return
     catalog = open_catalog(families)
     report = check_fast(catalog, names)
     rows: list[dict[str, Any]] = []
@@ -42,7 +66,6 @@ def check(
         rows = _run(catalog, report, json)
     if record is not None and rows:
         _record(record, catalog, rows)
-    verdict = _device() if device and not fast else None
     seconds = time.perf_counter() - started
     if json:
         print_json(
@@ -64,6 +87,8 @@ def check(
             found="\n".join(f"{n}: {p}" for n, problems in sorted(report.problems.items()) for p in problems),
             hint="each line says what to change; `registry check FAMILY` repeats one family",
         )
+    if ran is not None:
+        _trusted(ran)
 
 
 def _run(catalog: Catalog, report: FastReport, quiet: bool) -> list[dict[str, Any]]:
@@ -112,10 +137,68 @@ def _record(path: Path, catalog: Catalog, rows: list[dict[str, Any]]) -> None:
     evidence.record(path, kept, versions())
 
 
-def _device() -> str:
-    from mlx_experts.engine.tools.device_check import verdict
+def _may_write(receipt: Path, asked: bool) -> None:
+    """Say before anything runs that a receipt cannot be written.
 
-    return str(verdict())
+    Raises:
+        SettingError: nothing runs on the device, or the file's folder is missing.
+    """
+    if not asked:
+        raise SettingError(
+            "A receipt says what ran on the device.", where="--receipt", hint="add --device, without --fast"
+        )
+    if not receipt.resolve().parent.is_dir():
+        raise SettingError(
+            "The folder for the receipt does not exist.", where="--receipt", found=str(receipt.parent)
+        )
+
+
+def _device(receipt: Path | None) -> DeviceReport:
+    """Run the device's kernels, and time them where a receipt is written."""
+    from mlx_experts.engine.tools import device_check
+    from mlx_experts.registry.cli.common import versions
+
+    ran = device_check.run(times=receipt is not None)
+    if receipt is not None:
+        text = to_json.dumps(ran.receipt(versions()), indent=1)
+        receipt.write_text(text + "\n", encoding="utf-8")
+    return ran
+
+
+def _finish_device(ran: DeviceReport, json: bool) -> None:
+    """Print what ran on the device, the verdict last."""
+    from mlx_experts.registry.cli.common import versions
+
+    if json:
+        print_json(ran.receipt(versions()))
+    else:
+        if ran.times:
+            rows = [
+                (
+                    t.kernel,
+                    t.what,
+                    t.dtype,
+                    f"{t.ours_us:.1f}",
+                    f"{t.mlx_us:.1f}",
+                    f"{t.mlx_us / t.ours_us:.1f}x",
+                )
+                for t in ran.times
+            ]
+            print_table("", ("kernel", "of", "dtype", "µs", "MLX µs", "ratio"), rows)
+        print(ran.verdict())
+    _trusted(ran)
+
+
+def _trusted(ran: DeviceReport) -> None:
+    """Raises:
+    CheckFailed: a kernel is farther from truth than allowed.
+    """
+    if ran.wrong:
+        raise CheckFailed(
+            "kernels of this device compute something else",
+            found="\n".join(f"{t.kernel}, {t.words()}" for t in ran.wrong),
+            hint="set MLX_EXPERTS_FUSED=0 and report this",
+        )
 
 
 def _print(report: FastReport, rows: list[dict[str, Any]], verdict: str | None, seconds: float) -> None:

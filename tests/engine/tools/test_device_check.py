@@ -43,3 +43,27 @@ def test_where_nothing_ran_nothing_is_said_of_the_kernels(monkeypatch: pytest.Mo
     assert "24 were left to the gather path" in said
     assert "plain in float16 (numba)" in said
     assert said.endswith("says nothing about the kernels.")
+
+
+def test_a_receipt_keeps_every_trial_and_what_was_timed() -> None:
+    report = device_check.run(times=True)
+    kept = report.receipt({"mlx": "1.2.3"})
+    assert kept["trusted"] is True
+    assert kept["ran_on"]["mlx"]
+    assert kept["ran_on"]["device"]
+    assert {t["kernel"] for t in kept["trials"]} == {"experts", "router", "pieces"}
+    ran = [t for t in kept["trials"] if t["error"] is not None]
+    assert len(ran) == 27
+    assert all(t["agrees"] and t["error"] < t["bound"] for t in ran)
+    assert all(t["reason"] == "device" for t in kept["trials"] if t["kernel"] == "pieces")
+    assert {t["kernel"] for t in kept["times"]} == {"experts", "router"}
+    assert all(min(t["ours_us"], t["mlx_us"]) > 0 for t in kept["times"])
+
+
+def test_a_trial_that_is_no_number_does_not_agree() -> None:
+    trial = device_check.Trial("router", "", "float32", 1e-5, float("nan"))
+    report = device_check.DeviceReport("cpu", (trial,), (), 0.0)
+    assert not trial.agrees
+    assert report.wrong == [trial]
+    assert "DO NOT TRUST IT" in report.verdict()
+    assert report.receipt({})["trusted"] is False

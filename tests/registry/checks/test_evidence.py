@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,21 @@ def test_every_family_has_evidence_of_its_present_text() -> None:
     lacking = {name for name, state in states.items() if state in evidence.STATES[:2]}
     assert lacking == set()
     assert [name for name in originals if states[name] != evidence.STATES[3]] == []
+
+
+RECEIPTS = sorted(FOLDER.glob("receipt-*.json"))
+
+
+@pytest.mark.parametrize("path", RECEIPTS, ids=lambda path: path.stem)
+def test_a_receipt_names_its_machine_and_what_ran(path):
+    receipt = json.loads(path.read_text(encoding="utf-8"))
+    assert {"mlx", "mlx-lm", "device", "date"} <= receipt["ran_on"].keys()
+    assert receipt["trials"]
+    assert receipt["trusted"] == all(t["agrees"] for t in receipt["trials"] if t["error"] is not None)
+
+
+def test_documents_say_that_no_metal_device_ran_this_until_a_receipt_stands_here():
+    metal = [p for p in RECEIPTS if json.loads(p.read_text(encoding="utf-8"))["device"] == "metal"]
+    for page in ("README.md", "docs/benchmarks.md"):
+        text = (FOLDER.parents[1] / page).read_text(encoding="utf-8").lower()
+        assert ("no metal device has run this code" in text) == (not metal), page

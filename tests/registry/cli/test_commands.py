@@ -406,3 +406,67 @@ def test_a_bug_of_ours_leaves_a_report_and_no_traceback(
     report = Path(err.split("with the file ")[1].strip())
     assert "ZeroDivisionError" in report.read_text()
     report.unlink()
+
+
+@pytest.fixture
+def few_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_experts.engine.tools import device_check
+
+    monkeypatch.setattr(device_check, "_FORMATS", device_check._FORMATS[:2])
+    monkeypatch.setattr(device_check, "_TIMED", device_check._TIMED[:1])
+
+
+def test_check_device_runs_no_family_that_is_not_named_and_ends_with_its_verdict(
+    few_formats: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receipt = tmp_path / "receipt.json"
+    code, out, _ = output(capsys, "check", "--device", "--receipt", str(receipt))
+    assert code == 0
+    assert "families passed" not in out
+    assert out.splitlines()[-1].startswith("Device cpu: 6 of 6 combinations")
+    kept = json.loads(receipt.read_text(encoding="utf-8"))
+    assert kept["trusted"] is True
+    assert {"mlx", "mlx-lm", "mlx-experts", "machine", "device", "date"} <= kept["ran_on"].keys()
+    assert kept["times"][0]["ratio"] > 0
+
+
+def test_check_device_beside_a_family_says_the_verdict_last_but_for_the_count(
+    few_formats: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = output(capsys, "check", "olmoe", "--device")
+    assert code == 0
+    *_, verdict, count = out.splitlines()
+    assert verdict.startswith("Device cpu")
+    assert count.startswith("1 of 1 families passed")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--receipt", "r.json"), ("--device", "--fast", "--receipt", "r.json")]
+)
+def test_a_receipt_of_nothing_is_refused(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = output(capsys, "check", *arguments)
+    assert code == 1
+    assert "add --device" in err
+
+
+def test_a_receipt_in_a_missing_folder_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = output(capsys, "check", "--device", "--receipt", "nowhere/at/all.json")
+    assert code == 1
+    assert "folder" in err
+
+
+def test_a_wrong_kernel_fails_the_check(
+    few_formats: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlx_experts.engine.kernels.cpu import experts as cpu
+
+    right = cpu.FusedExperts.__call__
+    monkeypatch.setattr(cpu.FusedExperts, "__call__", lambda self, *token: right(self, *token) * 1.01)
+    code, out, err = output(capsys, "check", "--device")
+    assert code == 2
+    assert "DO NOT TRUST IT" in out
+    assert "affine 4-bit in float32" in err

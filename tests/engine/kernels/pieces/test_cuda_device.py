@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import piece_truth
 import pytest
 
-from mlx_experts.engine.kernels.gpu.pieces import head_turns, routing, row_product
+from mlx_experts.engine.kernels.gpu.pieces import head_turns, routing, row_product, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
@@ -50,9 +49,9 @@ def check(asked, dtype=mx.bfloat16):
     sizes["gate"] = asked.width // asked.gate_width
     token = {name: mx.random.normal((1, 1, size)).astype(dtype) for name, size in sizes.items()}
     token["offset"] = mx.array([30011] * 4, dtype=mx.int32)
-    got, want = run(piece, **token), piece_truth.row_product(asked, token)
+    got, want = run(piece, **token), truth.row_product(asked, token)
     for name in want:
-        assert piece_truth.distance(got[name], want[name]) < LIMITS[dtype], name
+        assert truth.distance(got[name], want[name]) < LIMITS[dtype], name
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -103,10 +102,8 @@ def test_norm_over_all_heads():
     token = {n: mx.random.normal((1, 1, 2048)).astype(mx.bfloat16) for n in rows}
     got = run(piece, offset=mx.array([77] * 4, dtype=mx.int32), **token)
     for name, (heads, _) in rows.items():
-        want = piece_truth.each_head(
-            piece_truth.wide(token[name]).reshape(-1), heads, 77, np.array(turn.inverse)
-        )
-        assert piece_truth.distance(got[f"out_{name}"], want) < LIMITS[mx.bfloat16]
+        want = truth.each_head(truth.wide(token[name]).reshape(-1), heads, 77, np.array(turn.inverse))
+        assert truth.distance(got[f"out_{name}"], want) < LIMITS[mx.bfloat16]
 
 
 @pytest.mark.parametrize(
@@ -120,16 +117,16 @@ def test_the_last_block_selects_every_time(width, experts, top_k, make_matrix):
     asked = RowProduct(width, (Product(matrix),), norm)
     rows = [mx.random.normal((1, 1, width)).astype(mx.bfloat16) for _ in range(50)]
     for x, got in [(x, piece(x)) for x in rows]:
-        logits = piece_truth.row_product(asked, {"x": x})["y0"]
+        logits = truth.row_product(asked, {"x": x})["y0"]
         made = dict(zip(piece.outputs, got, strict=True))
-        assert piece_truth.distance(np.array(made["y0"]), logits) < 1e-5
+        assert truth.distance(np.array(made["y0"]), logits) < 1e-5
         # The float32 logits decide: a tie of the truth's may fall either way.
         logits = np.array(made["y0"]).reshape(-1).astype(np.float64)
         chosen = np.argsort(-logits, kind="stable")[:top_k]
         assert np.array(made["chosen"]).reshape(-1)[:top_k].tolist() == chosen.tolist()
         scores = np.exp(logits[chosen] - logits[chosen].max())
         share = np.array(made["share"]).reshape(-1)[:top_k]
-        assert piece_truth.distance(share, scores / scores.sum()) < 1e-5
+        assert truth.distance(share, scores / scores.sum()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -145,4 +142,4 @@ def test_a_planted_mistake_is_noticed(right, wrong, make_matrix):
     piece.launch = type(launch)(**{**launch.__dict__, "header": header, "source": source})
     token = {"x": mx.random.normal((1, 1, 640)).astype(mx.bfloat16)}
     got = np.array(piece(token["x"])[0].astype(mx.float32))
-    assert not piece_truth.distance(got, piece_truth.row_product(asked, token)["y0"]) < LIMITS[mx.bfloat16]
+    assert not truth.distance(got, truth.row_product(asked, token)["y0"]) < LIMITS[mx.bfloat16]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import piece_truth
 import pytest
 
-from mlx_experts.engine.kernels.gpu.pieces import head_turns
+from mlx_experts.engine.kernels.gpu.pieces import head_turns, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Turn, backend_of
 from mlx_experts.engine.kernels.request import Decline
 
@@ -33,9 +32,9 @@ def distances(kind, rows, on_host, change=lambda t: t):
     got = on_host(kind, piece, token, change)
     far = {}
     for name, (heads, _) in rows.items():
-        inverse = None if heads.turn is None else piece_truth.wide(heads.turn.inverse)
-        want = piece_truth.each_head(piece_truth.wide(token[name]).reshape(-1), heads, 999, inverse)
-        far[name] = piece_truth.distance(got[f"out_{name}"], want)
+        inverse = None if heads.turn is None else truth.wide(heads.turn.inverse)
+        want = truth.each_head(truth.wide(token[name]).reshape(-1), heads, 999, inverse)
+        far[name] = truth.distance(got[f"out_{name}"], want)
     return far
 
 

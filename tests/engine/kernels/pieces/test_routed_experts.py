@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import piece_truth
 
 from mlx_experts.engine.kernels import naive
 from mlx_experts.engine.kernels.gpu import cuda
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
-from mlx_experts.engine.kernels.gpu.pieces import routed_experts, routing
+from mlx_experts.engine.kernels.gpu.pieces import routed_experts, routing, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
@@ -36,4 +35,4 @@ def test_experts_read_what_the_routing_launch_wrote(build_case, case_type, make_
     inputs = [{"me_routed": routed, "act": mx.array(act)}.get(name, held.get(name)) for name in down.inputs]
     (y,) = host_cuda.run(cuda.BACKEND, down, inputs, [((256,), mx.bfloat16)])
     want = np.array(naive.experts_in_float32(built.experts, normed, chosen, share)).reshape(-1)
-    assert piece_truth.distance(y, want) < 5e-3
+    assert truth.distance(y, want) < 5e-3

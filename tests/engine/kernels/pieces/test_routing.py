@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import piece_truth
 import pytest
 
 from mlx_experts.engine.kernels.gpu import cuda
-from mlx_experts.engine.kernels.gpu.pieces import routing
+from mlx_experts.engine.kernels.gpu.pieces import routing, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
@@ -27,35 +26,35 @@ def run(steps, stored, on_host, make_matrix, change=lambda t: t, added=None):
     token = {n: {"x": x, "branch": branch, "bias": bias}[n] for n in piece.tokens}
     first = on_host("cuda", piece, token, change)
     asked = RowProduct(256, (Product(matrix),), norm, added)
-    normed, stream = piece_truth.row_before(asked, token)
-    logits = piece_truth.product(asked.products[0], normed)
-    return first, normed, stream, logits, None if not steps.bias else piece_truth.wide(bias)
+    normed, stream = truth.row_before(asked, token)
+    logits = truth.product(asked.products[0], normed)
+    return first, normed, stream, logits, None if not steps.bias else truth.wide(bias)
 
 
 @pytest.mark.parametrize("stored", [("affine", 8, 64), ("plain", 16, 0)], ids=str)
 def test_softmax_matches_truth(stored, on_host, make_matrix):
     steps = RouterSteps(40, 4, normalise="sum")
     got, normed, _, logits, _ = run(steps, stored, on_host, make_matrix)
-    assert piece_truth.distance(got["normed"], normed) < 3e-3
-    assert piece_truth.distance(got["y0"], logits) < 2e-6
+    assert truth.distance(got["normed"], normed) < 3e-3
+    assert truth.distance(got["y0"], logits) < 2e-6
     chosen = np.argsort(-logits, kind="stable")[:4]
     assert got["chosen"].tolist() == chosen.tolist()
     scores = np.exp(4 * (logits[chosen] - logits.max()))
-    assert piece_truth.distance(got["share"], scores / scores.sum()) < 1e-5
+    assert truth.distance(got["share"], scores / scores.sum()) < 1e-5
 
 
 def test_sigmoid_with_bias_and_an_added_branch_matches_truth(on_host, make_matrix):
     steps = RouterSteps(64, 3, score="sigmoid", bias=True, groups=4, keep_groups=2, scale=2.5)
     got, normed, stream, logits, bias = run(steps, ("affine", 4, 32), on_host, make_matrix, added=1.0)
-    assert piece_truth.distance(got["normed"], normed) < 3e-3
-    assert piece_truth.distance(got["stream"], stream) < 3e-3
+    assert truth.distance(got["normed"], normed) < 3e-3
+    assert truth.distance(got["stream"], stream) < 3e-3
     scores = 1 / (1 + np.exp(-4 * logits))
     choice = (scores + bias).reshape(4, 16)
     lost = np.argsort(np.sort(choice, axis=1)[:, -2:].sum(axis=1))[:2]
     choice[lost] = -np.inf
     chosen = np.argsort(-choice.reshape(-1), kind="stable")[:3]
     assert got["chosen"][:3].tolist() == chosen.tolist()
-    assert piece_truth.distance(got["share"][:3], 2.5 * scores[chosen]) < 1e-5
+    assert truth.distance(got["share"][:3], 2.5 * scores[chosen]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_a_planted_mistake_is_noticed(right, wrong, on_host, make_matrix):
     steps = RouterSteps(40, 4, normalise="sum")
     got, normed, _, logits, _ = run(steps, ("affine", 8, 64), on_host, make_matrix, change)
     right_experts = got["chosen"].tolist() == np.argsort(-logits, kind="stable")[:4].tolist()
-    assert not (right_experts and piece_truth.distance(got["normed"], normed) < 3e-3)
+    assert not (right_experts and truth.distance(got["normed"], normed) < 3e-3)
 
 
 def test_a_matrix_of_other_rows_is_declined(make_matrix):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import piece_truth
 import pytest
 
-from mlx_experts.engine.kernels.gpu.pieces import row_product
+from mlx_experts.engine.kernels.gpu.pieces import row_product, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline
 
@@ -44,10 +43,10 @@ def run(kind, asked, on_host, dtype=mx.bfloat16, change=lambda t: t, join=True, 
     token = {n: mx.random.normal((1, 1, s)).astype(dtype) for n, s in shaped.items()}
     token |= {"offset": mx.array([4321] * 4, dtype=mx.int32)} | others
     token = {name: token[name] for name in piece.tokens}
-    want = piece_truth.row_product(asked, token)
+    want = truth.row_product(asked, token)
     got = on_host(kind, piece, token, change)
     assert set(got) == set(want)
-    return {name: piece_truth.distance(got[name], want[name]) for name in want}
+    return {name: truth.distance(got[name], want[name]) for name in want}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,12 +166,12 @@ def test_matrices_that_are_joined_compute_what_they_did(kind, make_matrix, on_ho
     whole = RowProduct(128, tuple(map(Product, parts)))
     apart = RowProduct(128, tuple(map(Product, stacks)))
     x = mx.random.normal((1, 1, 128)).astype(mx.bfloat16)
-    wanted = piece_truth.row_product(apart, {"x": x})
+    wanted = truth.row_product(apart, {"x": x})
     piece = row_product.build(whole, row_product.backend_of(kind), kind, mx.bfloat16, join=True)
     assert len(piece.held) == 5
     got = on_host(kind, piece, {"x": x})
     for name, want in wanted.items():
-        assert piece_truth.distance(got[name], want) < LIMITS[mx.bfloat16], name
+        assert truth.distance(got[name], want) < LIMITS[mx.bfloat16], name
     assert row_product.joined([stacks[0], make_matrix(128, 16, FORMATS["mxfp4"])]) is None
 
 

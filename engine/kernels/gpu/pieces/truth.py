@@ -90,7 +90,7 @@ def row_product(asked: RowProduct, token: dict[str, mx.array]) -> dict[str, np.n
         if p.heads is not None:
             inverse = p.heads.turn.inverse if p.heads.turn is not None else None
             inverse = token.get("inverse", inverse)
-            position = int(token["offset"][0].item()) if "offset" in token else 0
+            position = int(np.array(token["offset"])[0]) if "offset" in token else 0
             y = each_head(y, p.heads, position, None if inverse is None else wide(inverse))
         out[f"y{i}"] = y
     if asked.added is not None:

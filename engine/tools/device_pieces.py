@@ -1,0 +1,218 @@
+"""Tries the kernels beside the experts' on this device: the router, and the pieces of a layer on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_experts.engine.kernels import router_kernel
+from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
+from mlx_experts.engine.kernels.gpu.pieces import head_turns, routing, row_product, truth
+from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
+from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
+from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.kernels.router_kernel import RouterSteps
+
+# The sizes of a middling layer: H, heads of queries and of keys, D, experts, experts a token.
+_H, _QUERIES, _KEYS, _D, _E, _K = 2048, 16, 4, 128, 64, 8
+# A position in the hundreds: float32 angles lose digits in proportion to it, in MLX as here.
+_POSITION, _EPS = 300, 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """One kernel on one kind of input.
+
+    Args:
+        run: its outputs.
+        plain: the same in plain MLX, for the time.
+        wanted: the outputs in float64.
+    """
+
+    kernel: str
+    what: str
+    dtype: mx.Dtype
+    run: Callable[[], list[mx.array]]
+    plain: Callable[[], list[mx.array]]
+    wanted: list[np.ndarray]
+
+    def error(self) -> float:
+        """The largest relative RMS distance of an output to truth."""
+        got = [truth.wide(array).reshape(-1) for array in self.run()]
+        return max(truth.distance(g, w.reshape(-1)) for g, w in zip(got, self.wanted, strict=True))
+
+
+def attempts(device: Device, dtype: mx.Dtype) -> Iterator[Attempt | tuple[str, Decline]]:
+    """Every kernel that the device has; with its name, why it has none."""
+    mx.random.seed(0)
+    yield _router(device, dtype)
+    if device == "cpu":
+        yield "pieces", Decline("device", "a GPU", "cpu", "Pieces of a layer run in plain MLX on the CPU.")
+        return
+    yield _projections(device, dtype)
+    yield _output(device, dtype)
+    yield _turns(device, dtype)
+    yield _routing(device, dtype)
+
+
+def _row(size: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal((1, 1, size)).astype(dtype)
+
+
+def _weight(size: int, dtype: mx.Dtype) -> mx.array:
+    return (1 + 0.2 * mx.random.normal((size,))).astype(dtype)
+
+
+def _matrix(width: int, rows: int, bits: int, dtype: mx.Dtype) -> tuple[nn.QuantizedLinear, Stack]:
+    layer = nn.Linear(width, rows, bias=False)
+    layer.set_dtype(dtype)
+    quantised = nn.QuantizedLinear.from_linear(layer, 64, bits)
+    stack = read_stack(quantised, nn.Linear, nn.QuantizedLinear)
+    assert stack is not None
+    return quantised, stack
+
+
+def _norm(x: mx.array, norm: Norm) -> mx.array:
+    return mx.fast.rms_norm(x, norm.weight, norm.eps)
+
+
+def _turned(x: mx.array, heads: Heads) -> mx.array:
+    assert heads.turn is not None
+    freqs = None if heads.turn.inverse is None else 1 / heads.turn.inverse
+    return mx.fast.rope(x, _D, traditional=False, base=None, scale=1.0, offset=_POSITION, freqs=freqs)
+
+
+def _attempt(
+    kernel: str,
+    what: str,
+    dtype: mx.Dtype,
+    piece: Piece,
+    token: dict[str, mx.array],
+    plain: Callable[[], list[mx.array]],
+    wanted: dict[str, np.ndarray],
+) -> Attempt:
+    given = [token[name] for name in piece.tokens]
+    return Attempt(kernel, what, dtype, partial(piece, *given), plain, [wanted[n] for n in piece.outputs])
+
+
+def _router(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:
+    steps, logits = RouterSteps(_E, _K, normalise="sum"), _row(_E, dtype)
+    run = router_kernel.prepare(steps, device)
+    if isinstance(run, Decline):
+        return "router", run
+    scores = np.exp(truth.wide(logits).reshape(-1))
+    chosen = np.argsort(-scores, kind="stable")[:_K]
+
+    def kernel() -> list[mx.array]:
+        made = run(logits, None)
+        assert not isinstance(made, Decline)
+        return list(made)
+
+    def plain() -> list[mx.array]:
+        all_scores = mx.softmax(logits, axis=-1, precise=True)
+        indices = mx.argpartition(-all_scores, kth=_K - 1, axis=-1)[..., :_K]
+        weights = mx.take_along_axis(all_scores, indices, axis=-1)
+        return [indices, weights / weights.sum(axis=-1, keepdims=True)]
+
+    wanted = [chosen.astype(np.float64), scores[chosen] / scores[chosen].sum()]
+    return Attempt("router", f"{_K} of {_E} experts", dtype, kernel, plain, wanted)
+
+
+def _heads(dtype: mx.Dtype, whole: int = 0) -> Heads:
+    inverse = 1.0 / 1e6 ** (mx.arange(0, _D, 2) / _D)
+    return Heads(_D, Norm(_weight(whole or _D, dtype), _EPS), Turn(inverse, _D), whole=bool(whole))
+
+
+def _projections(device: Device, dtype: mx.Dtype) -> Attempt:
+    layers = [_matrix(_H, n * _D, 4, dtype) for n in (_QUERIES, _KEYS, _KEYS)]
+    q_heads, k_heads = _heads(dtype), _heads(dtype)
+    products = tuple(Product(s, h) for (_, s), h in zip(layers, (q_heads, k_heads, None), strict=True))
+    asked = RowProduct(_H, products, Norm(_weight(_H, dtype), _EPS))
+    piece = row_product.build(asked, row_product.backend_of(device), device, dtype, join=True)
+    token = {"x": _row(_H, dtype), "offset": mx.array([_POSITION] * 4, dtype=mx.int32)}
+
+    def plain() -> list[mx.array]:
+        assert asked.norm is not None
+        x = _norm(token["x"], asked.norm)
+        q, k, v = (layer(x).reshape(1, -1, 1, _D) for layer, _ in layers)
+        made = []
+        for t, heads in ((q, q_heads), (k, k_heads)):
+            assert heads.norm is not None
+            made.append(_turned(_norm(t, heads.norm), heads))
+        return [*made, v]
+
+    wanted = truth.row_product(asked, token)
+    return _attempt("norm, projections and heads", "affine 4-bit", dtype, piece, token, plain, wanted)
+
+
+def _output(device: Device, dtype: mx.Dtype) -> Attempt:
+    layer, stack = _matrix(_QUERIES * _D, _H, 8, dtype)
+    asked = RowProduct(_QUERIES * _D, (Product(stack),), residual=True)
+    piece = row_product.build(asked, row_product.backend_of(device), device, dtype, join=True)
+    token = {"x": _row(_QUERIES * _D, dtype), "residual": _row(_H, dtype)}
+    wanted = truth.row_product(asked, token)
+
+    def plain() -> list[mx.array]:
+        return [token["residual"] + layer(token["x"])]
+
+    return _attempt("output and residual", "affine 8-bit", dtype, piece, token, plain, wanted)
+
+
+def _turns(device: Device, dtype: mx.Dtype) -> Attempt:
+    rows = {"q": (_heads(dtype, _QUERIES * _D), _QUERIES * _D), "k": (_heads(dtype, _KEYS * _D), _KEYS * _D)}
+    piece = head_turns.build(rows, row_product.backend_of(device), device, dtype, join=True)
+    token = {name: _row(width, dtype) for name, (_, width) in rows.items()}
+    token["offset"] = mx.array([_POSITION] * 4, dtype=mx.int32)
+    wanted = {}
+    for name, (heads, _) in rows.items():
+        assert heads.turn is not None
+        assert heads.turn.inverse is not None
+        row, inverse = truth.wide(token[name]).reshape(-1), truth.wide(heads.turn.inverse)
+        wanted[f"out_{name}"] = truth.each_head(row, heads, _POSITION, inverse)
+
+    def plain() -> list[mx.array]:
+        made = []
+        for name, (heads, _) in rows.items():
+            assert heads.norm is not None
+            made.append(_turned(_norm(token[name], heads.norm).reshape(1, -1, 1, _D), heads))
+        return made
+
+    return _attempt("norm over all heads, and heads", "", dtype, piece, token, plain, wanted)
+
+
+def _routing(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:
+    name = "norm, router matrix and selection"
+    if device != "cuda":
+        return name, Decline(
+            "device", "cuda", device, "Metal orders what a launch writes only within a group."
+        )
+    layer, stack = _matrix(_H, _E, 8, dtype)
+    norm, steps = Norm(_weight(_H, dtype), _EPS), RouterSteps(_E, _K, normalise="sum")
+    piece = routing.build(stack, norm, steps, row_product.backend_of(device), dtype, join=True)
+    x = _row(_H, dtype)
+    asked = RowProduct(_H, (Product(stack),), norm)
+    normed, _ = truth.row_before(asked, {"x": x})
+    logits = truth.product(asked.products[0], normed)
+    chosen = np.argsort(-logits, kind="stable")[:_K]
+    scores = np.exp(logits[chosen] - logits.max())
+    wanted = {
+        "y0": logits,
+        "normed": normed,
+        "chosen": chosen.astype(np.float64),
+        "share": scores / scores.sum(),
+    }
+    run = router_kernel.prepare(steps, device)
+    assert not isinstance(run, Decline)
+
+    def plain() -> list[mx.array]:
+        row = _norm(x, norm)
+        made = run(layer(row), None)
+        assert not isinstance(made, Decline)
+        return [row, *made]
+
+    return _attempt(name, "affine 8-bit", dtype, piece, {"x": x}, plain, wanted)
