@@ -76,6 +76,7 @@ def draw_token(path: Path, parts: Mapping[str, Mapping[str, float]], title: str)
     axes.invert_yaxis()
     axes.set(xlabel="ms a token, each waited for", title=title)
     axes.legend()
+    figure.savefig(path)
 
 
 def draw_routing(path: Path, shares: Sequence[Sequence[float]], layers: Sequence[int], title: str) -> None:
