@@ -66,9 +66,9 @@ def test_every_environment_variable_is_listed() -> None:
 def test_no_module_probes_or_swallows() -> None:
     """No `hasattr`, and no broad `except` but where strangers' code is called.
 
-    What a plugin raises while it is imported or asked is told as the plugin's. The tokenizers library panics
-    past ``Exception``, with a class that cannot be imported. What a command of mlx-lm raises is its own. A
-    half spread model is put back whatever stopped it. The outermost frame of the commands reports bugs.
+    What a plugin raises while it is imported or asked is told as the plugin's, and what a command of mlx-lm
+    raises as that command's. The tokenizers library panics past ``Exception``, with a class that cannot be
+    imported. The command line's outermost frame reports bugs.
     """
     broad = []
     for path in MODULES:

@@ -31,10 +31,12 @@ def whole_or_untouched(model: nn.Module) -> Iterator[None]:
         model: a module whose submodules are replaced, or get other arrays, inside the block.
     """
     before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+    whole = False
     try:
         yield
-    except BaseException:
-        for module, leaves, fields in before:
+        whole = True
+    finally:
+        for module, leaves, fields in [] if whole else before:
             # A module of MLX is a dict of its arrays and submodules; its own `update` is another thing.
             dict.clear(module)
             dict.update(module, leaves)
@@ -43,7 +45,6 @@ def whole_or_untouched(model: nn.Module) -> Iterator[None]:
             if isinstance(module, VersionedModule):
                 # What was bound in the meantime holds the new arrays.
                 module.written()
-        raise
 
 
 @dataclass(frozen=True)
