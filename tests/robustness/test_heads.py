@@ -29,7 +29,7 @@ def _tied(name: str) -> dict[str, Any] | None:
 FAMILIES = [name for name in catalog().names() if _tied(name) is not None]
 
 
-@pytest.mark.report("TIE-01", "TIE-03")
+@pytest.mark.report("TIE-01", "TIE-03", "C13")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_tied_head_is_the_embedding(name: str, lab: Any, tmp_path: Path) -> None:
     """Without a head on disk and with a copy of the embedding; anything else is a head of its own."""

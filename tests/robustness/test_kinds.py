@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_every_report_has_a_marked_test_or_a_reason_why_not() -> None:
     reports, tests = read_reports(ROOT), marked_tests(ROOT)
-    assert len(reports.links) == 96
+    assert sum(link is not None for link in reports.links.values()) == 96
     excused = {*reports.does_not_apply, *reports.pending}
     assert [report for report in reports.links if report not in tests and report not in excused] == []
     assert all(len(reason.split()) > 2 for reason in reports.does_not_apply.values())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.utils import quantize_model
 
 from mlx_experts.engine.layers.tensor_parallel import spread_columns, spread_experts, spread_rows
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import SettingError
 
 FORMATS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64)]
@@ -84,3 +90,33 @@ def test_experts_are_cut_between_whole_groups(mode: str, bits: int, group: int) 
             parts[leaf].append(values(container[leaf]))
     for leaf, axis in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
         assert mx.array_equal(mx.concatenate(parts[leaf], axis=axis), want[leaf]).item()
+
+
+@pytest.mark.report("C19")
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "granitemoehybrid"])
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_a_model_that_ranks_cannot_share_is_as_it_was(name: str, ranks: int, lab: Any) -> None:
+    model = build_tiny(catalog().load(name), lab.tiny(name)[1])
+    before = lab.parameters(model)
+    want = lab.logits(model)
+    with pytest.raises(SettingError):
+        model.shard(Rank(0, ranks))
+    after = lab.parameters(model)
+    assert after.keys() == before.keys()
+    assert all(after[n] is before[n] or mx.array_equal(after[n], before[n]).item() for n in before)
+    assert lab.distance(lab.logits(model), want) == 0
+
+
+@pytest.mark.report("C18")
+@pytest.mark.parametrize(("width", "group"), [(128, 64), (96, 32), (80, None)])
+def test_a_router_is_quantised_in_groups_that_divide_its_width_or_stays_float(
+    width: int, group: int | None, lab: Any
+) -> None:
+    config = lab.resized("qwen3_moe", hidden_size=width)
+    model = build_tiny(catalog().load("qwen3_moe"), config)
+    quantised, settings = quantize_model(model, {}, 16, 4, "nvfp4")
+    router = dict(quantised.named_modules())["model.layers.1.mlp.gate"]
+    assert ("scales" in router) == (group is not None)
+    if group is not None:
+        assert settings["quantization"]["model.layers.1.mlp.gate"] == {"group_size": group, "bits": 8}
+        assert np.isfinite(lab.logits(quantised)).all()

@@ -35,12 +35,13 @@ class Reports:
     """What the source file says.
 
     Args:
-        links: every report and the public issue that it reduces, as `owner/repository#number`.
+        links: every report and the public issue that it reduces, as `owner/repository#number`; None for what
+            was found by trying.
         does_not_apply: reports without a test, with the reason.
         pending: reports that nobody has looked at yet.
     """
 
-    links: dict[str, str]
+    links: dict[str, str | None]
     kinds: tuple[Kind, ...]
     does_not_apply: dict[str, str]
     pending: tuple[str, ...]
@@ -100,11 +101,12 @@ def robustness_page(root: Path) -> str:
         SpecError: as :func:`read_reports` does.
     """
     reports, tests = read_reports(root), marked_tests(root)
+    public = sum(link is not None for link in reports.links.values())
     parts = [
         "# Robustness\n\n"
-        f"{len(reports.links)} public reports of faults in engines of this kind, each reduced to its "
-        "smallest input. The kind of fault is closed for every family and mode that it can touch, and the "
-        "right behaviour is a test.\n"
+        f"{public} public reports of faults in engines of this kind, and {len(reports.links) - public} faults "
+        "that were found by trying, each reduced to its smallest input. The kind of fault is closed for every "
+        "family and mode that it can touch, and the right behaviour is a test.\n"
     ]
     for kind in reports.kinds:
         links = ", ".join(_link(report, reports.links[report]) for report in kind.ids)
@@ -119,6 +121,8 @@ def robustness_page(root: Path) -> str:
     return "\n".join(parts)
 
 
-def _link(report: str, address: str) -> str:
+def _link(report: str, address: str | None) -> str:
+    if address is None:
+        return report
     repository, _, number = address.partition("#")
     return f"{report} ([{address}](https://github.com/{repository}/issues/{number}))"
