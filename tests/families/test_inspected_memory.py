@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_experts.engine.loading.api import load_model, save_model
 from mlx_experts.engine.tools.family_check import build_tiny
@@ -53,7 +54,7 @@ def test_inspect_foresees_the_bytes_of_a_cache(name: str, tmp_path: Path) -> Non
     save_model(tmp_path, model, config)
     for context in (3, 20, 301):
         ids = mx.random.randint(0, model.plan.sizes.vocab_size, (1, context), key=mx.random.key(1))
-        cache = model.make_cache()
+        cache = make_prompt_cache(model)
         for part in (ids[:, :-1], ids[:, -1:]):
             mx.eval(model(part, cache=cache))
         checkpoint = Checkpoint.open(tmp_path)

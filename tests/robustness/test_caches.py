@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import batch_generate, generate_step
-from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.loading import generate as generation
@@ -16,6 +16,8 @@ from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.spec.family import GqaSpec
 
+# Their pooled groups close at steps that differ between rows.
+ALONE = {"deepseek_v4"}
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 
 
@@ -70,7 +72,7 @@ def test_a_prefix_is_reused_rightly_or_not_at_all(name: str, lab: Any) -> None:
     model(tokens, cache=cache)
     if not can_trim_prompt_cache(cache):
         # A state that every token has changed does not go back.
-        assert any(isinstance(each, ArraysCache) for each in cache)
+        assert not all(each.is_trimmable() for each in cache)
         assert trim_prompt_cache(cache, 3) == 0
         return
     assert trim_prompt_cache(cache, 3) == 3
@@ -109,6 +111,10 @@ def test_requests_decoded_together_give_each_its_own_tokens(name: str, lab: Any)
     """Two rows run fused on the CPU, which the trace says."""
     model, _ = lab.tiny(name)
     prompts = [ids(model, 7)[0].tolist(), ids(model, 4)[0].tolist()]
+    if name in ALONE:
+        with pytest.raises(SettingError, match="cannot put this model's caches together"):
+            generation.batch_generate(model, BareTokens(), prompts, max_tokens=3)
+        return
     alone = []
     for prompt in prompts:
         steps = generate_step(mx.array(prompt), model, max_tokens=3)

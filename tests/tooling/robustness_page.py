@@ -104,9 +104,9 @@ def robustness_page(root: Path) -> str:
     public = sum(link is not None for link in reports.links.values())
     parts = [
         "# Robustness\n\n"
-        f"{public} public reports of faults in engines of this kind, and {len(reports.links) - public} faults "
-        "that were found by trying, each reduced to its smallest input. The kind of fault is closed for every "
-        "family and mode that it can touch, and the right behaviour is a test.\n"
+        f"{public} public reports of faults in engines of this kind, and {len(reports.links) - public} "
+        "faults that were found by trying, each reduced to its smallest input. The kind of fault is closed "
+        "for every family and mode that it can touch, and the right behaviour is a test.\n"
     ]
     for kind in reports.kinds:
         links = ", ".join(_link(report, reports.links[report]) for report in kind.ids)

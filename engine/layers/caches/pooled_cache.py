@@ -6,6 +6,7 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +31,11 @@ class PooledCache(_BaseCache):  # type: ignore[misc]
         self.open: mx.array | None = None
         self.last: mx.array | None = None
         self._pooled: mx.array | None = None
+
+    @classmethod
+    def merge(cls, caches: Sequence[PooledCache]) -> PooledCache:
+        """Refused in mlx-lm's words, which ask a cache for this before rows are put together."""
+        raise ValueError(f"{cls.__name__} does not support batching: its groups close at other steps")
 
     def close(self, rows: mx.array) -> tuple[mx.array, int]:
         """Rows [B, n * r, w] of the groups that ``rows`` [B, L, w] fill, and how many groups came before."""

@@ -149,7 +149,8 @@ def test_experts_are_written_one_by_one_where_mlx_lm_reads_them_so(tmp_path: Pat
     theirs, _ = load_in_mlx_lm(tmp_path)
     assert mx.allclose(theirs(IDS), quantised(IDS), atol=1e-3).item()
     ours, _, report = load_with_report(tmp_path)
-    assert mx.array_equal(ours(IDS), quantised(IDS)).item()
+    # One model runs on the CPU's kernels and the other, changed after it was built, on MLX's products.
+    assert mx.allclose(ours(IDS), quantised(IDS), atol=1e-5).item()
     assert not report.notices
 
 
