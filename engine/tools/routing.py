@@ -166,7 +166,7 @@ class Routing:
 def blocks_of(model: LanguageModel) -> list[tuple[int, MoE]]:
     """Every MoE block with the index of its decoder layer, in order."""
     prefix = f"{model.converter.layers}."
-    found = []
+    found: list[tuple[int, MoE]] = []
     for path, module in model.named_modules():
         if isinstance(module, MoE):
             index = path.removeprefix(prefix).partition(".")[0] if path.startswith(prefix) else ""

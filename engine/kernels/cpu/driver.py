@@ -472,7 +472,7 @@ class Forms:
     serial: Callable[..., Any]
 
 
-def both_forms(function: FunctionType, **options: Any) -> Forms:
+def both_forms(function: Any, **options: Any) -> Forms:
     """Both forms; numba files compiled code under the function's name, so they need two names."""
 
     def form(kind: str, parallel: bool) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ def coverage(
             }
         )
     else:
-        rows = [("described", len(found.registered), ""), ("unsupported", len(found.declared), "")]
+        rows = [("described", str(len(found.registered)), ""), ("unsupported", str(len(found.declared)), "")]
         rows += [("UNKNOWN", item.model_type, f"{item.source}: {item.file}") for item in found.unknown]
         rows += [("only elsewhere", item.name, f"{item.source}: {item.file}") for item in elsewhere]
         print_table("", ("state", "architecture", "where"), rows)

@@ -45,6 +45,16 @@ OTHERWISE = {
         "tie_word_embeddings",
     ): "the text settings say it, as files before transformers 5 have it",
 }
+# Families whose keys that are left out are not yet held to their class: it makes lists or nested settings of
+# them in code.
+NOT_HELD = {
+    "deepseek_ocr2",
+    "deepseek_v4",
+    "dots3_note",
+    "hy_v4_vl",
+    "mistral_large4",
+    "qwen4_exp",
+}
 # Lists with one entry a layer, which no table can hold for every number of layers.
 NEED_A_LIST = {"cohere2_moe", "flint", "mimo_v2_flash", "nemotron_h"}
 # Said in another way, and the same model.
@@ -61,6 +71,7 @@ PAIRS = [
     for name in catalog().names()
     for model_type in catalog().load(name).model_types
     if model_type in CONFIG_MAPPING_NAMES
+    and name not in NOT_HELD
     # transformers' class of this name is another family's.
     and (name, model_type) not in {("minimax_m2", "minimax"), ("bailing_moe_v3", "bailing_hybrid")}
 ]

@@ -28,9 +28,9 @@ def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], 
     down, down_arrays = reading(pair.down, route), [held[n] for n in pair.down.inputs if n in held]
     shape = (1, 1, experts.experts.down.projection.rows)
     dtypes = [words, *(a.dtype for a in up_arrays), words]
-    first = up.make(experts.backend, dtypes, [(pair.words,)], **experts.options)
+    first = up.make(experts.backend, dtypes, [(pair.words,)], **experts.options)  # type: ignore[arg-type]
     dtypes = [words, words, *(a.dtype for a in down_arrays), dtype]
-    second = down.make(experts.backend, dtypes, [shape], **experts.options)
+    second = down.make(experts.backend, dtypes, [shape], **experts.options)  # type: ignore[arg-type]
 
     def run(routed: mx.array) -> mx.array:
         (act,) = first([routed, *up_arrays])
