@@ -181,7 +181,7 @@ def _set(config: dict[str, Any], key: str, value: object) -> None:
     holder, leaf = _holder(config, key), key.rpartition(".")[2]
     for parent in (config, *(v for v in config.values() if isinstance(v, dict))):
         for name, each in list(parent.items()):
-            if each is holder and holder is not None:
-                parent[name] = {**dict(each), leaf: value}
+            if isinstance(each, dict) and each is holder:
+                parent[name] = {**each, leaf: value}
     if holder is config:
         config[leaf] = value
