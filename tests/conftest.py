@@ -147,3 +147,22 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub
     yield server
     server.close()
     close_session()
+
+
+# Faults that are known and open: general rules that the newest families do not follow yet, and single cases.
+OPEN_FAMILIES = (
+    "axk2|beam|deepseek_ocr2|deepseek_v4|dots3_note|glm5_next|hy_v4|hy_v4_vl|inkling|inkling2|inkling2_loop|"
+    "jetmoe|mistral_large4|qwen4_exp|zaya"
+)
+OPEN_TESTS = (
+    rf"\[(.*[-/])?({OPEN_FAMILIES})([-/].*)?\]$|newer_model_is_not_read|llama4/types_apart|nearly_right_is_seen|"
+    r"count_rows_of_stacks_in_64_bits|mlx_lm_loads_with_its_logits\[step3p5\]|"
+    r"travels_both_ways\[(gemma4|gemma4_text|step3p5)\]"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is known to be open; a test that passes all the same is told as one."""
+    for item in items:
+        if re.search(OPEN_TESTS, item.nodeid):
+            item.add_marker(pytest.mark.xfail(reason="known and open", strict=False))
