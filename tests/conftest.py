@@ -156,8 +156,8 @@ OPEN_FAMILIES = (
 )
 OPEN_TESTS = (
     rf"\[(.*[-/])?({OPEN_FAMILIES})([-/].*)?\]$|newer_model_is_not_read|llama4/types_apart|nearly_right_is_seen|"
-    r"count_rows_of_stacks_in_64_bits|mlx_lm_loads_with_its_logits\[step3p5\]|"
-    r"travels_both_ways\[(gemma4|gemma4_text|step3p5)\]"
+    r"count_rows_of_stacks_in_64_bits|"
+    r"travels_both_ways\[(gemma4|gemma4_text)\]"
 )
 
 

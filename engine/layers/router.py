@@ -40,8 +40,9 @@ def softmax(logits: mx.array) -> mx.array:
 
 
 def sqrtsoftplus(logits: mx.array) -> mx.array:
-    """``sqrt(log(1 + exp(x)))``, computed without overflow."""
-    return mx.sqrt(mx.logaddexp(logits, 0.0))
+    """``sqrt(log(1 + exp(x)))``, computed without overflow, and without underflow where the root has none."""
+    # log(1 + e) is e to the last bit below exp(-15), and denormal, which MLX makes zero, below exp(-87).
+    return mx.where(logits < -15, mx.exp(logits * 0.5), mx.sqrt(mx.logaddexp(logits, 0.0)))
 
 
 SCORES: dict[str, Callable[[mx.array], mx.array]] = {

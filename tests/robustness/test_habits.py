@@ -215,7 +215,9 @@ def test_the_selection_bias_is_found_in_every_place_that_files_keep_it(name: str
             layer = model.plan.layers[i]
             block = f"{model.converter.layers}.{i}.{layer.moe.path}".rstrip(".")
             own = f"{block}.{layer.moe.router.selection_bias.path}"
-            disk[f"{block}.{spelled}"] = disk.pop(own)
+            # Layers that route by a table of tokens have no bias.
+            if own in disk:
+                disk[f"{block}.{spelled}"] = disk.pop(own)
         got = model.convert(disk).tensors
         assert got.keys() == want.keys(), spelled
         assert all(mx.array_equal(got[n], want[n]).item() for n in want if n.endswith("bias")), spelled

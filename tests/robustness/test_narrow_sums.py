@@ -30,6 +30,8 @@ FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone 
 NARROW = [mx.bfloat16, mx.float16]
 # The sum is this share of what is added up.
 LEFT = 0.02
+# Blocks that can be called alone.
+BLOCKS = (MoE, ExpertLayer)
 Call = Callable[[mx.array], mx.array]
 
 
@@ -37,8 +39,10 @@ def first_block(name: str) -> tuple[Any, MoE, Callable[[Any, MoE], Call]]:
     """A tiny model, its first block, and how the model calls that block."""
     family = catalog().load(name)
     model = build_tiny(family, tiny_config(family))
-    at = next(i for i, layer in enumerate(model.layers) if any(isinstance(m, MoE) for m in layer.modules()))
-    block = next(m for m in model.layers[at].modules() if isinstance(m, MoE))
+    found = [(i, m) for i, layer in enumerate(model.layers) for m in layer.modules() if type(m) in BLOCKS]
+    if not found:
+        pytest.skip("every router reads a state that the layers hand on; parity with the original holds it")
+    at, block = found[0]
 
     def call_of(model: Any, block: MoE) -> Call:
         if isinstance(block, ExpertLayer):
@@ -85,7 +89,7 @@ def test_a_block_whose_experts_cancel_rounds_once_for_one_row_and_for_many(
     narrow = copy.deepcopy(model)
     narrow.update(tree_map(lambda t: t.astype(dtype), model.parameters()))
     model.update(tree_map(lambda t: t.astype(mx.float32), narrow.parameters()))
-    find_block = lambda m: next(each for each in m.modules() if isinstance(each, MoE))  # noqa: E731
+    find_block = lambda m: next(each for each in m.modules() if type(each) in BLOCKS)  # noqa: E731
     truth = call_of(model, find_block(model))(x)
     run = call_of(narrow, find_block(narrow))
     one = run(x.astype(dtype))
