@@ -33,7 +33,7 @@ FAMILIES = [
     if (backbone := catalog().load(name).backbone) is None or not backbone.metal_only
 ]
 # What loading takes beside the tensors themselves: headers, frequencies, positions.
-ROOM = 64_000_000
+ROOM = 192_000_000
 
 NUMBERS = (
     st.sampled_from([-1, 0, 1, 2, 3, 5, 7, 64, 96, 2**24, 2**31 - 1, 2**31, 2**63, 10**30, -(2**31)])

@@ -257,7 +257,11 @@ def test_a_token_may_pick_every_expert(name: str, lab: Any) -> None:
 GROUPED = [n for n in FAMILIES if catalog().load(n).moe.router.groups is not None]
 
 
-@pytest.mark.parametrize("name", GROUPED)
+# Some originals give excluded groups 0 on purpose: below a negative bias they win.
+NEVER = [n for n in GROUPED if catalog().load(n).moe.router.groups.excluded == "never"]
+
+
+@pytest.mark.parametrize("name", NEVER)
 def test_experts_of_dropped_groups_never_win_whatever_the_bias(name: str, lab: Any) -> None:
     family, config = catalog().load(name), lab.resized(name, num_experts=8, top_k=2)
     set_groups(family, config, 4, 2)
