@@ -8,6 +8,7 @@ and has no default for, or null. With --check nothing is written; a file that wo
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -33,6 +34,15 @@ def class_config(model_type: str) -> dict[str, Any] | None:
     logging.disable(logging.WARNING)
     config: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
     return config
+
+
+def worked_out(kind: Any) -> set[str]:
+    """Keys that a class works out from others where a config leaves them out: no literal stands for them."""
+    found = {field.name for field in dataclasses.fields(kind) if field.default is None}
+    for nested in kind.sub_configs.values():
+        if dataclasses.is_dataclass(nested):
+            found |= worked_out(nested)
+    return found
 
 
 def references(value: Any) -> Iterator[Ref]:
@@ -85,12 +95,14 @@ def needed(family: Family, model_type: str) -> dict[str, Any]:
     whole = class_config(model_type)
     if whole is None:
         return {}
-    text, found = text_level(family, whole), {}
+    text, found, computed = text_level(family, whole), {}, worked_out(CONFIG_MAPPING[model_type])
     for ref in references(family):
         values = [(key, value_of(key, text, whole)) for key in ref.keys]
         given = next(((key, value) for key, value in values if value is not None), None)
         open_ended = ref.required or ref.default is None
-        if open_ended and given is not None and not isinstance(given[1], Mapping | list):
+        if given is None or given[0].rpartition(".")[2] in computed:
+            continue
+        if open_ended and not isinstance(given[1], Mapping | list):
             found[given[0]] = given[1]
     return found
 

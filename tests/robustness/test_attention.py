@@ -79,8 +79,8 @@ def test_a_width_for_the_scale_that_the_config_states_takes_the_place_of_the_hea
     plain, stated = (
         attentions(lab.tiny("step3p5", each)[0])[0] for each in ({}, {"query_pre_attn_scalar": 144.0})
     )
-    # transformers' config class gives 128 where the config is silent.
-    assert plain.scale == pytest.approx(128**-0.5)
+    # configuration_step3p7.py: the width of a head, where the config is silent.
+    assert plain.scale == pytest.approx(plain.head_dim**-0.5)
     assert stated.scale == pytest.approx(1 / 12)
 
 

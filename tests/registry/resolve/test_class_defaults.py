@@ -62,6 +62,7 @@ SAME = {
     "moe.layers[0].end": "the last layer, counted or -1",
     "mixer.options.index_types": "all layers alike",
     "mixer.heads": "the model's own number",
+    "mixer.scale_width": "the width of a head",
     "mixer.options.head_dim": "`auto` is worked out by the mixer",
     "mixer.options.rank": "`auto` is worked out by the mixer",
     "mixer.options.step_limit[1]": "infinity, as a word",
