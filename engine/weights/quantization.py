@@ -240,7 +240,9 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
             (formats if _can_hold(module, found) else bare)[path] = found
     for path, found in bare.items():
         reader.unpacked(path)
-        values = {s: tensors.pop(f"{path}.{s}", None) for s in QUANTISED}
+        # A bare module may have a parameter of its own with the name of nvfp4's scale of the whole.
+        parts = QUANTISED if found.global_scale else [s for s in QUANTISED if s != "global_scale"]
+        values = {s: tensors.pop(f"{path}.{s}", None) for s in parts}
         weight, scales = values["weight"], values["scales"]
         assert weight is not None
         assert scales is not None
@@ -251,7 +253,7 @@ def quantize_modules(model: nn.Module, tensors: dict[str, mx.array], reader: Rea
             group_size=found.group_size,
             bits=found.bits,
             mode=found.mode,
-            global_scale=values["global_scale"],
+            global_scale=values.get("global_scale"),
             dtype=None if found.mode == "affine" else mx.float32,
         )
 

@@ -70,7 +70,8 @@ def test_four_bit_checkpoint_travels_both_ways(model_type: str, tmp_path: Path) 
     save_in_mlx_lm(tmp_path / "theirs", *quantize_model(make_model(config), config, 32, 4))
     theirs, _ = load_in_mlx_lm(tmp_path / "theirs")
     ours, saved = load_model(tmp_path / "theirs")
-    assert largest_difference(ours, theirs) < 1e-5
+    # The CPU's kernels sum in another order than MLX's products.
+    assert largest_difference(ours, theirs) < 5e-5
     save_model(tmp_path / "ours", ours, saved)
     back, _ = load_in_mlx_lm(tmp_path / "ours")
     assert largest_difference(back, theirs) < 1e-6

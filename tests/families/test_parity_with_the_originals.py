@@ -29,14 +29,10 @@ def test_case_matches_the_original(view: View) -> None:
     assert errors.split < CLOSE
     assert errors.tokens
     # Rows that were decoded alone went through the fused kernel, so that it is held to the original too.
-    # Experts that read weighted inputs make one token several rows.
     family = Catalog().for_config(view.config())
     kept = family.backbone is not None and family.backbone.kept is not None
     layers = [] if kept else resolve(family, view.config()).layers
-    fused = [
-        p for p in layers if p.moe and (not p.moe.experts.apply_router_weight_on_input or p.sizes.top_k == 1)
-    ]
-    assert (trace.total("fused") > 0) == bool(fused)
+    assert (trace.total("fused") > 0) == any(layer.moe for layer in layers)
     assert trace.total("gather", rows="1") == 0
 
 
@@ -46,8 +42,9 @@ def test_a_fused_kernel_that_is_nearly_right_is_seen(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cpu.FusedExperts, "__call__", lambda self, *token: right(self, *token) * 1.005)
     errors = measure_view(View(CASES / "mixtral" / "base", "hub"))
     assert errors.decode > TOLERANCE
+    # A prompt's experts run through the same kernel.
+    assert errors.full > TOLERANCE
     assert not errors.ok
-    assert errors.full < CLOSE
 
 
 def test_every_case_is_met_as_the_hub_has_it() -> None:

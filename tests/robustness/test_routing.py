@@ -234,8 +234,10 @@ def test_a_config_of_a_newer_model_is_not_read_as_its_predecessor(feature: dict[
         resolve(family, {**tiny_config(family), **feature})
     neutral = dict.fromkeys(feature)
     assert resolve(family, {**tiny_config(family), **neutral}).moe_layers
-    with pytest.raises(UnknownFamilyError, match="deepseek_v4"):
-        catalog().resolve({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]})
+    newer = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
+    assert catalog().resolve(newer).name == "deepseek_v4"
+    with pytest.raises(UnknownFamilyError, match="deepseek_v9"):
+        catalog().resolve({"model_type": "deepseek_v9", "architectures": ["DeepseekV9ForCausalLM"]})
 
 
 @pytest.mark.report("RTE-16")

@@ -152,7 +152,7 @@ if (tid < rows) {
   float sum = 0.0f;
   ME_UNROLL for (int w = 0; w < ME_WARPS; ++w) sum += red[w * rows + tid];
   sum *= ME_SUM_BY;
-  const int row = h0 + tid;
+  const int64_t row = h0 + tid;
   ME_ADD_BIAS
   me_set(y + row, sum);
 }

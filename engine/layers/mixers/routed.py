@@ -81,7 +81,7 @@ class RoutedAttention(Mixer):
         logits = self.experts.router.layer(x).astype(mx.float32)
         picked = mx.stop_gradient(mx.argpartition(-logits, kth=spec.top_k - 1, axis=-1)[..., : spec.top_k])
         weights = mx.softmax(mx.take_along_axis(logits, picked, axis=-1), axis=-1)
-        q = self.experts.input_linear(x[..., None, None, :], picked)[..., 0, :]
+        q = picked_product(self.experts.input_linear, x[..., None, None, :], picked)[..., 0, :]
         # Query heads of one key-value head stand together: [B, g * K, L, d].
         q = q.reshape(B, L, spec.top_k, spec.kv_heads, spec.head_dim).transpose(0, 3, 2, 1, 4).flatten(1, 2)
         k, v = (
@@ -95,13 +95,25 @@ class RoutedAttention(Mixer):
             k, v = cache.update_and_fetch(k, v)
         out = scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
         out = mx.unflatten(out, 1, (spec.kv_heads, spec.top_k)).transpose(0, 3, 2, 1, 4).flatten(-2)
-        out = self.experts.output_linear(out[..., None, :], picked)[..., 0, :]
-        total = (out.astype(mx.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
-        return total + self.experts.bias
+        out = picked_product(self.experts.output_linear, out[..., None, :], picked)[..., 0, :]
+        total = (out.astype(mx.float32) * weights[..., None]).sum(axis=-2)
+        return (total + self.experts.bias.astype(mx.float32)).astype(x.dtype)
 
     def make_cache(self) -> KVCache:
         """Keys and values."""
         return KVCache()
+
+
+def picked_product(module: nn.Module, rows: mx.array, picked: mx.array) -> mx.array:
+    """Rows [..., 1, w] through the picked matrices; in float32 on the CPU, where MLX has no other product."""
+    if mx.default_device().type == mx.DeviceType.gpu or rows.dtype == mx.float32:
+        y: mx.array = module(rows, picked)
+        return y
+    if "scales" in module:
+        return module(rows.astype(mx.float32), picked).astype(rows.dtype)
+    weight = module["weight"].astype(mx.float32).swapaxes(-1, -2)
+    wide = mx.gather_mm(rows.astype(mx.float32), weight, rhs_indices=picked)
+    return wide.astype(rows.dtype)
 
 
 @hookimpl
