@@ -16,6 +16,7 @@ from mlx_experts.engine.kernels import ManyRowsKernel
 from mlx_experts.engine.kernels.activations import ExpertActivation, names
 from mlx_experts.engine.kernels.activations import lookup as lookup_activation
 from mlx_experts.engine.kernels.request import (
+    MAX_TOP_K,
     Accept,
     Activation,
     Decline,
@@ -26,7 +27,6 @@ from mlx_experts.engine.kernels.request import (
     Verdict,
 )
 
-MAX_TOP_K = 32
 _FLOATS = frozenset({"float16", "bfloat16", "float32"})
 
 

@@ -15,10 +15,9 @@ import mlx.core as mx
 from mlx_experts.engine.kernels.cpu import router as cpu_router
 from mlx_experts.engine.kernels.gpu import cuda, metal
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, defines, text
-from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.kernels.request import MAX_TOP_K, Decline, Device
 
 MAX_EXPERTS = 512
-MAX_TOP_K = 32
 # MLX's CUDA build keeps arrays of up to 8 bytes in memory shared with the host. A kernel that reads one from
 # there took 28 us longer on an H200, so two indices get a buffer of four.
 _FEWEST = 4

@@ -72,24 +72,22 @@ class Attention(Mixer):
         if names.qkv is not None:
             place(self, names.qkv, nn.Linear(width, q_width + k_width + v_width, bias=spec.qkv_bias))
         else:
-            place(self, names.q, nn.Linear(width, q_width, bias=spec.qkv_bias))
+            place(self, "q_proj", nn.Linear(width, q_width, bias=spec.qkv_bias))
             if self.owns_kv and not self.reuses_kv:
-                place(self, names.k, nn.Linear(width, k_width, bias=spec.qkv_bias))
+                place(self, "k_proj", nn.Linear(width, k_width, bias=spec.qkv_bias))
                 if not spec.values_from_keys:
-                    place(self, names.v, nn.Linear(width, v_width, bias=spec.qkv_bias))
+                    place(self, "v_proj", nn.Linear(width, v_width, bias=spec.qkv_bias))
         place(self, names.o, nn.Linear(self.heads * self.v_head_dim, width, bias=spec.out_bias))
         self._eps, qk = eps, spec.qk_norm
         self._leaves = (qk.q, qk.k) if qk is not None else ("", "")
         if qk is not None and qk.enabled:
-            qk_eps = qk.eps if qk.eps is not None else eps
             full = qk.over == "full"
             dims = (self.heads * self.head_dim, k_width) if full else (self.head_dim, self.head_dim)
             if qk.weight:
                 kind = ZeroCentredRMSNorm if norm.offset == "run" else nn.RMSNorm
-                self[qk.q] = kind(dims[0], eps=qk_eps)
+                self[qk.q] = kind(dims[0], eps=eps)
                 if not self.reuses_kv:
-                    self[qk.k] = kind(dims[1], eps=qk_eps)
-            self._qk_eps = qk_eps
+                    self[qk.k] = kind(dims[1], eps=eps)
         if self._gated and spec.gate is not None and spec.gate.path is not None:
             per_head = self.v_head_dim if spec.gate.over == "element" else 1
             place(self, spec.gate.path, nn.Linear(width, self.heads * per_head, bias=False))
@@ -170,20 +168,20 @@ class Attention(Mixer):
                 return *mx.split(qkv(x), cuts, axis=-1), None  # type: ignore[return-value]
 
         elif self.owns_kv and not self.reuses_kv and not spec.values_from_keys:
-            q_proj, k_proj, v_proj = (find(self, path) for path in (names.q, names.k, names.v))
+            q_proj, k_proj, v_proj = self["q_proj"], self["k_proj"], self["v_proj"]
 
             def project(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
                 return q_proj(x), k_proj(x), v_proj(x), None
 
         elif self.owns_kv and not self.reuses_kv:
-            q_proj, k_proj = find(self, names.q), find(self, names.k)
+            q_proj, k_proj = self["q_proj"], self["k_proj"]
 
             def project(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
                 k = k_proj(x)
                 return q_proj(x), k, k, None
 
         else:
-            q_proj = find(self, names.q)
+            q_proj = self["q_proj"]
 
             def project(x: mx.array, state: ForwardState) -> tuple[Any, Any, Any, Any]:
                 return q_proj(x), *(state.projected_kv or (None, None)), None
@@ -235,7 +233,7 @@ class Attention(Mixer):
         if self._spec.qk_norm.weight:
             norm: Callable[[mx.array], mx.array] = self[leaf]
             return norm
-        return partial(mx.fast.rms_norm, weight=None, eps=self._qk_eps)
+        return partial(mx.fast.rms_norm, weight=None, eps=self._eps)
 
     def bind_values(self) -> Callable[[mx.array], mx.array]:
         """Values [B, L, g * d] to heads [B, g, L, d]."""
@@ -306,7 +304,9 @@ class Attention(Mixer):
     def cuts(self) -> Cuts:
         """Each rank keeps some of the heads, and what belongs to each of them."""
         spec, names = self._spec, self._spec.names
-        rows: dict[str, list[int] | int] = {path: 1 for path in (names.q, names.k, names.v) if path in self}
+        rows: dict[str, list[int] | int] = {
+            path: 1 for path in ("q_proj", "k_proj", "v_proj") if path in self
+        }
         if names.qkv is not None:
             q_width, k_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
             rows[names.qkv] = [q_width, q_width + k_width]

@@ -86,7 +86,6 @@ class ZeroCentredRMSNorm(nn.Module):
 
 def make_norm(spec: NormSpec, dims: int, eps: float) -> nn.Module:
     """The norm that a family declares, over the last axis of width ``dims``."""
-    eps = spec.eps if spec.eps is not None else eps
     if spec.kind == "layer":
         return nn.LayerNorm(dims, eps=eps)
     if spec.kind == "layer_no_bias":

@@ -71,7 +71,7 @@ class MoE(VersionedModule):
         self._router.use_fused(fused)
         self._latent = experts.latent if experts.latent is not None and experts.latent.exists else None
         inner = self._latent.width if self._latent else dims
-        width = experts.width if experts.width is not None else sizes.expert_width
+        width = sizes.expert_width
         activation = activation_of(experts.activation, experts.kind == "glu")
         if activation.gated != (experts.kind == "glu"):
             raise ConfigError(

@@ -66,7 +66,7 @@ def _first_that_applies(listed: Sequence[Any], view: ConfigView, what: str) -> A
 def _keys(rule: Any) -> list[str]:
     """Config keys whose presence makes a rule apply."""
     match rule:
-        case rules.ListRule() | rules.TypeList() | rules.IndexRule() | rules.LetterRule():
+        case rules.ListRule() | rules.TypeList() | rules.IndexRule():
             return [rule.key]
         case rules.TypeLetters() | rules.TypeIndices():
             return [rule.key]
@@ -89,8 +89,6 @@ def _applies(rule: Any, view: ConfigView) -> bool:
         return False
     if isinstance(rule, rules.TypeLetters):
         return isinstance(view.get(rule.key), str | list)
-    if isinstance(rule, rules.LetterRule):
-        return isinstance(view.get(rule.key), str)
     if isinstance(rule, rules.TypeList) and rule.empty_is_absent and view.get(rule.key) == []:
         return False
     if isinstance(rule, rules.TypeList | rules.ListRule):
@@ -116,9 +114,7 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             return bool(resolver.value(rule.enabled, i))
         case rules.ListRule():
             entry = _entry(view, rule.key, i, count)
-            if rule.value is True:
-                return entry == "sparse" if isinstance(entry, str) else bool(entry)
-            return bool(entry == rule.value)
+            return entry == "sparse" if isinstance(entry, str) else bool(entry)
         case rules.FirstDense():
             every = _count(rule.every, i, resolver)
             return i >= _count(rule.first, i, resolver, least=0) and i % every == 0
@@ -134,9 +130,7 @@ def _has_experts(rule: Any, i: int, view: ConfigView, count: int, resolver: Read
             last = count - 1 if last is None or last == -1 else last
             return (first or 0) <= i <= last and (i + 1) % _count(rule.interval, i, resolver) == 0
         case rules.IndexRule():
-            return _listed(rule, i, view)
-        case rules.LetterRule():
-            return bool(_entry(view, rule.key, i, count) == rule.letter)
+            return i in _indices(view.get(rule.key), rule.key)
     raise AssertionError(f"no expansion for {type(rule).__name__}")
 
 
@@ -168,7 +162,8 @@ def _type(rule: Any, i: int, view: ConfigView, count: int, resolver: ReadsRefs) 
                 return rule.tail
             return rule.is_ if _in_turn(rule, i, resolver) else rule.otherwise
         case rules.TypeIndices():
-            return rule.is_ if _listed(rule, i, view) else rule.otherwise
+            listed = i + rule.base in _indices(view.get(rule.key), rule.key)
+            return rule.is_ if listed else rule.otherwise
         case rules.TypeRange():
             start, stop = _count(rule.start, i, resolver, least=0), resolver.value(rule.stop, i)
             inside = start <= i and (stop is None or i < _count(stop, i, resolver, least=0))
@@ -184,11 +179,6 @@ def _in_turn(rule: rules.Periodic | rules.TypePeriodic, i: int, resolver: ReadsR
     period = _count(rule.period, i, resolver)
     offset = period - 1 if rule.offset == "last" else _count(rule.offset, i, resolver, least=0)
     return i % period == offset
-
-
-def _listed(rule: rules.IndexRule | rules.TypeIndices, i: int, view: ConfigView) -> bool:
-    """Whether the config lists a layer."""
-    return i + rule.base in _indices(view.get(rule.key), rule.key)
 
 
 def _count(value: Any, i: int, resolver: ReadsRefs, least: int = 1) -> int:

@@ -107,7 +107,7 @@ def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: An
 
 
 def _check_moe(moe: MoeSpec, sizes: Sizes, where: str) -> None:
-    if moe.experts.width is None and not sizes.expert_width:
+    if not sizes.expert_width:
         raise ConfigError("the experts have no width", where=where, found="0")
     experts, groups = sizes.num_experts + moe.experts.zero_experts, moe.router.groups
     if not sizes.num_experts:

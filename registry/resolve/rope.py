@@ -47,8 +47,8 @@ def rope_plan(
             expected="a list of layer types",
             found=repr(scaled)[:80],
         )
-    kind = params.get("rope_type") or params.get("type") or spec.type or "default"
-    if not spec.scaling or (scaled is not None and layer_type not in scaled):
+    kind = params.get("rope_type") or params.get("type") or "default"
+    if scaled is not None and layer_type not in scaled:
         kind = "default"
     theta, theta_from = own_theta, "layer_theta"
     if theta is None:

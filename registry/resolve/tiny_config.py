@@ -161,12 +161,11 @@ def _layer_rules(config: dict[str, Any], family: Family, layers: int) -> None:
             _set(config, rule.key, [i + rule.base for i in range(0, layers, 2)])
     for moe_rule in family.moe.layers[:1]:
         if isinstance(moe_rule, rules.ListRule) and _get(config, moe_rule.key) is None:
-            value = "sparse" if moe_rule.value is True and "types" in moe_rule.key else moe_rule.value
-            other = 0 if value is True else "dense"
-            first = other if family.dense is not None else value
-            _set(config, moe_rule.key, [first] + [1 if value is True else value] * (layers - 1))
+            dense, sparse = ("dense", "sparse") if "types" in moe_rule.key else (0, 1)
+            first = dense if family.dense is not None else sparse
+            _set(config, moe_rule.key, [first] + [sparse] * (layers - 1))
         elif isinstance(moe_rule, rules.IndexRule) and _get(config, moe_rule.key) is None:
-            _set(config, moe_rule.key, ",".join(str(i + moe_rule.base) for i in range(1, layers)))
+            _set(config, moe_rule.key, ",".join(str(i) for i in range(1, layers)))
         elif (
             isinstance(moe_rule, rules.RangeRule)
             and isinstance(moe_rule.start, Ref)

@@ -55,11 +55,9 @@ class RopeSpec(Spec):
     layer_theta: Num | None = Field(None, description="Base that wins over all others; 0 for no rotation.")
     partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
     dims: Width | None = Field(None, description="Rotated width; overrides the share when present.")
-    scaling: bool = Field(True, description="Whether the family knows rope scaling at all.")
     scaled_types: AnyValue = Field(
         None, description="Layer types that rope scaling is restricted to; absent means all."
     )
-    type: str | None = Field(None, description="Rope type that is used unless the config names one.")
     options: Options = Field({}, description="Further parameters of the rope type.")
     when_absent: Options = Field(
         {}, description="Rope parameters where a config has neither `rope_parameters` nor `rope_scaling`."
@@ -79,7 +77,6 @@ class QkNormSpec(Spec):
     over: Literal["head", "full"] = Field(description="The head axis, or the full width before the split.")
     after_rope: bool = Field(False, description="Normalise after the rotation.")
     weight: bool = Field(True, description="Whether the norms have weights.")
-    eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
     q: Leaf = Field("q_norm", description="Leaf of the query norm.")
     k: Leaf = Field("k_norm", description="Leaf of the key norm.")
     enabled: Bool = Field(True, description="Whether the norms exist.")
@@ -100,11 +97,10 @@ class OutputGateSpec(Spec):
 class GqaNames(Spec):
     """Leaves of an attention module."""
 
-    q: Leaf = Field("q_proj", description="Query projection.")
-    k: Leaf = Field("k_proj", description="Key projection.")
-    v: Leaf = Field("v_proj", description="Value projection.")
     o: Leaf = Field("o_proj", description="Output projection.")
-    qkv: Leaf | None = Field(None, description="One projection for [q, k, v] in place of three.")
+    qkv: Leaf | None = Field(
+        None, description="One projection for [q, k, v] in place of `q_proj`, `k_proj` and `v_proj`."
+    )
 
 
 class TemperatureSpec(Spec):

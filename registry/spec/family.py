@@ -68,7 +68,6 @@ class NormSpec(Spec):
     """The normalisation used by the decoder."""
 
     kind: NormKind = Field("rms", description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
-    eps: Positive | None = Field(None, description="Epsilon; the size `norm_eps` when absent.")
     offset: NormOffset = Field(
         "none",
         description="Zero-centred weights: `load` adds one while loading original checkpoints, "
@@ -272,7 +271,6 @@ class ExpertsSpec(Spec):
 
     path: ModulePath = Field("switch_mlp", description="Container, from the MoE module.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
-    width: Width | None = Field(None, description="Inner width; the size `expert_width` when absent.")
     activation: ActivationSpec = Field(ActivationSpec(), description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     latent: LatentSpec | None = Field(None, description="A narrower space for the experts.")

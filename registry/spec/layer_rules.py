@@ -27,12 +27,8 @@ class AllLayers(Spec):
 class ListRule(Spec):
     """A config list with one entry a layer; its key may stand alone."""
 
-    kind: Literal["list"] = Field(description="A list with one entry for each layer.")
+    kind: Literal["list"] = Field(description="Layers with the entry `sparse`, or a number other than 0.")
     key: str = Field(description="Config key of the list.")
-    value: AnyValue = Field(
-        True,
-        description="Entries equal to this have experts; `true` matches `sparse`, and numbers other than 0.",
-    )
 
 
 class FirstDense(Spec):
@@ -74,19 +70,10 @@ class IndexRule(Spec):
 
     kind: Literal["indices"] = Field(description="The layers that a config key lists.")
     key: str = Field(description="Config key: a list, or a comma-separated string.")
-    base: int = Field(0, description="Index of the first layer in that list.")
-
-
-class LetterRule(Spec):
-    """A letter for each layer."""
-
-    kind: Literal["letters"] = Field(description="A string with one letter for each layer.")
-    key: str = Field(description="Config key of the string.")
-    letter: str = Field(description="Layers with this letter have experts.")
 
 
 LayerRule = Annotated[
-    AllLayers | ListRule | FirstDense | SparseStep | Periodic | RangeRule | IndexRule | LetterRule,
+    AllLayers | ListRule | FirstDense | SparseStep | Periodic | RangeRule | IndexRule,
     Field(discriminator="kind"),
     BeforeValidator(_a_key_alone_is_a_list),
 ]

@@ -163,7 +163,7 @@ class AroundAttention:
         norms: list[Norm | None] = [None, None]
         if qk is not None:
             leaves = (attention[leaf] if qk.weight else None for leaf in attention._leaves)
-            norms = [Norm(None, attention._qk_eps) if leaf is None else norm_of(leaf) for leaf in leaves]
+            norms = [Norm(None, attention._eps) if leaf is None else norm_of(leaf) for leaf in leaves]
             if None in norms:
                 return Decline("head norm", "an RMS norm", "another", "It runs in plain MLX.")
         q_heads = self._heads(attention, attention.head_dim, norms[0], True)
@@ -187,7 +187,7 @@ class AroundAttention:
         elif spec.values_from_keys:
             return Decline("values", "a projection of their own", "the keys'", "It runs in plain MLX.")
         else:
-            stacks = {name: dense(find(attention, path)) for name, path in _paths(names)}
+            stacks = {name: dense(attention[f"{name}_proj"]) for name in "qkv"}
         if self.gate is not None and self.gate.path is not None:
             stacks["g"] = dense(find(attention, self.gate.path))
         made = {}
@@ -278,10 +278,6 @@ class AroundAttention:
             return (x + (y if factor == 1.0 else y * factor),)
 
         return run
-
-
-def _paths(names: Any) -> list[tuple[str, str]]:
-    return [("q", names.q), ("k", names.k), ("v", names.v)]
 
 
 def _apart(asked: RowProduct) -> tuple[RowProduct, bool]:

@@ -86,7 +86,7 @@ def one_token(
     if current_device() != "cpu" or not policy.resolve("cpu", fused).enabled:
         return None
     spec, qk = mixer._spec, mixer._spec.qk_norm
-    projections = [find(mixer, path) for path in (spec.names.q, spec.names.k, spec.names.v)]
+    projections = [mixer[leaf] for leaf in ("q_proj", "k_proj", "v_proj")]
     output = find(mixer, spec.names.o)
     normed = qk is not None and qk.enabled
     norms = [_norm(mixer[leaf]) for leaf in mixer._leaves] if normed else [None, None]
