@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlx_experts.engine.dispatch.attention_dispatch import attention
 from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.forward_context import ForwardState, KeptAttention
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find, place
@@ -255,11 +255,11 @@ class Attention(Mixer):
         """Heads [B, h, L, d] of queries, keys and values, the layer's input and a gate to [B, L, D]."""
         spec, scale, width = self._spec, self.scale, self.heads * self.v_head_dim
         sinks = self[spec.sinks] if spec.sinks is not None and spec.sinks_enabled else None
-        gated = not isinstance(output, nn.Module)
+        gated, product = not isinstance(output, nn.Module), attention(self.fused)
 
         def plain(q: mx.array, k: Any, v: Any, cache: Any, mask: Any, x: mx.array, gate: Any) -> mx.array:
             B, _, L, _ = q.shape
-            out = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
+            out = product(q, k, v, cache=cache, scale=scale, mask=mask)
             out = out.swapaxes(1, 2).reshape(B, L, width)
             return output(out, x, gate) if gated else output(out)
 
@@ -268,7 +268,7 @@ class Attention(Mixer):
             if spec.float32:
                 q = q.astype(mx.float32)
             weight = None if sinks is None else sinks.astype(q.dtype)
-            out = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask, sinks=weight)
+            out = product(q, k, v, cache=cache, scale=scale, mask=mask, sinks=weight)
             out = out.astype(dtype).swapaxes(1, 2).reshape(B, L, width)
             return output(out, x, gate) if gated else output(out)
 

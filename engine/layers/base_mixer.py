@@ -19,8 +19,11 @@ class Piece(VersionedModule):
 class Mixer(Piece):
     """A module that mixes information between tokens.
 
-    Subclasses take ``(layer, plan)``, and make their own cache.
+    Subclasses take ``(layer, plan)``, and make their own cache. ``fused`` is the argument of ``load``, which
+    the layer hands on.
     """
+
+    fused: bool | None = None
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""

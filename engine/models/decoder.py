@@ -102,7 +102,7 @@ class DecoderLayer(VersionedModule):
             )
         self._mixer_path = self._mlp_path = self._shared_path = None
         if mixer is not None and layer.mixer is not None:
-            self._mixer_path = layer.mixer.path
+            self._mixer_path, mixer.fused = layer.mixer.path, fused
             place(self, layer.mixer.path, mixer)
         if mlp is not None:
             section = layer.moe or layer.dense
