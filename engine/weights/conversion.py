@@ -28,6 +28,9 @@ from mlx_experts.registry.resolve.planner import Plan, Resolver
 from mlx_experts.registry.spec.checkpoint import ExpertLayout, PerExpert, Stacked
 from mlx_experts.registry.spec.path_pattern import PathPattern
 
+# A prediction layer's tensors where checkpoints keep it apart.
+_NUMBERED = PathPattern("layers.{layer}.*")
+
 
 @dataclass
 class Converted:
@@ -78,6 +81,12 @@ class WeightConverter:
             )
             for op in self.spec.conversions
         ]
+        if plan.prediction is not None:
+            at = f"{self.layers}.{plan.decoder_layers}"
+            self.ops += [
+                RenameOperation(PathPattern(f"{at}.{old}.*"), PathPattern(f"{at}.{new}.*"))
+                for old, new in plan.prediction.rename.items()
+            ]
         self.ignored = Ignored(plan, self.layers, self._strip, self._renamed)
         self._in_layer = PathPattern(f"{self.layers}.{{layer}}.*")
 
@@ -179,8 +188,6 @@ class WeightConverter:
                     return modules
             if container := spellings.container_of(stack, f"{path}.weight"):
                 return [f"{stack.container}{path.removeprefix(container)}"]
-            if container := spellings.container_of(stack, f"{path}.weight"):
-                return [f"{stack.container}{path.removeprefix(container)}"]
         return [path]
 
     def _expert_layouts(self, stack: ExpertStack) -> tuple[ExpertLayout, ...]:
@@ -205,8 +212,6 @@ class WeightConverter:
                 moved |= convert_experts(self._expert_layouts(stack), stack, layer, self.tree)
                 spellings.find_experts(stack, layer)
                 spellings.find_selection_bias(self.plan.layers[i], stack.layer, layer)
-                spellings.find_experts(stack, layer)
-                spellings.find_selection_bias(self.plan.layers[i], stack.layer, layer)
         for layer in by_layer.values():
             result.tensors.update(layer)
         return moved
@@ -229,15 +234,23 @@ class WeightConverter:
             )
 
     def _strip(self, name: str) -> str:
-        prediction = self.plan.prediction
-        if prediction is not None and prediction.path:
-            head, _, rest = unwrapped(name).partition(".")
-            if head == prediction.path and rest:
-                return f"{self.layers}.{self.tree.num_layers - 1}.{rest.removeprefix('layers.0.')}"
+        if predicting := self._predicting(name):
+            return predicting
         for prefix in self.spec.prefixes:
             if name.startswith(prefix):
                 return self.wrapper + name[len(prefix) :]
         return name
+
+    def _predicting(self, name: str) -> str | None:
+        """The name of a prediction layer's tensor among the layers, where checkpoints keep it apart."""
+        prediction = self.plan.prediction
+        head, _, rest = unwrapped(name).partition(".")
+        if prediction is None or head != prediction.path or not rest:
+            return None
+        # Further ones stand behind the first, where they are ignored.
+        match = _NUMBERED.match(rest)
+        behind, rest = (match.numbers["layer"], match.rest) if match else (0, rest)
+        return f"{self.layers}.{self.plan.decoder_layers + behind}.{rest}"
 
     def _renamed(self, name: str) -> str:
         for op in self.ops:

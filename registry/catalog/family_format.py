@@ -275,7 +275,7 @@ def _valued(start: str, node: _Node, indent: int) -> list[str]:
             folded = (
                 textwrap.wrap(line.strip(), WIDTH - indent, subsequent_indent="  ", **_WHOLE)
                 if plain
-                else [line]
+                else [line.strip()]
             )
             return [
                 *_beside(" " * indent + folded[0], node, indent),

@@ -49,7 +49,7 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
                 found=kind,
                 expected=", ".join(sorted(k for k in kinds if k)),
             )
-        layers.append(_layer(family, resolver, i, kind, kinds.get(kind, kinds.get("")), is_moe[i]))
+        layers.append(plan_layer(family, resolver, i, kind, is_moe[i]))
     return Plan(
         family=family,
         sizes=sizes,
@@ -62,7 +62,19 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
     )
 
 
-def _layer(family: Family, resolver: Resolver, i: int, kind: str, mixer_spec: Any, is_moe: bool) -> LayerPlan:
+def plan_layer(family: Family, resolver: Resolver, i: int, kind: str, is_moe: bool) -> LayerPlan:
+    """One decoder layer, every reference read at its index.
+
+    Args:
+        i: the index.
+        kind: its layer type.
+        is_moe: whether it has experts, if its type does not say otherwise.
+
+    Raises:
+        ConfigError: a needed key is absent, or a value cannot be.
+    """
+    kinds = mixers(family)
+    mixer_spec: Any = kinds.get(kind, kinds.get(""))
     sizes = resolver.sizes(family.config, i)
     at = f"variants.{kind}" if kind in family.variants else "attention"
     mixer = resolver.spec(mixer_spec, i, at) if mixer_spec is not None else None

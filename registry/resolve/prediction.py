@@ -6,6 +6,7 @@ import dataclasses
 
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.plan import Plan
+from mlx_experts.registry.resolve.planner import plan_layer
 from mlx_experts.registry.resolve.resolver import Resolver
 
 
@@ -23,7 +24,8 @@ def add_prediction_layer(plan: Plan) -> Plan:
             expected="an `mtp` section",
             hint="load the model without mtp",
         )
-    spec = Resolver(family.family, plan.config).spec(family.mtp, 0, "mtp")
+    resolver = Resolver(family.family, plan.config)
+    spec = resolver.spec(family.mtp, 0, "mtp")
     if not spec.layers:
         raise ConfigError(
             "the checkpoint has no prediction layers",
@@ -40,9 +42,11 @@ def add_prediction_layer(plan: Plan) -> Plan:
             expected=str(spec.type),
             found=", ".join(sorted({layer.type for layer in plan.layers})),
         )
-    count = plan.sizes.num_layers
-    sizes = dataclasses.replace(like[-1].sizes, num_layers=count + 1)
-    extra = dataclasses.replace(like[-1], index=count, sizes=sizes)
+    count, model = plan.sizes.num_layers, like[-1]
+    if spec.mlp not in (None, model.mlp):
+        model = plan_layer(family, resolver, model.index, model.type, spec.mlp == "moe")
+    sizes = dataclasses.replace(model.sizes, num_layers=count + 1)
+    extra = dataclasses.replace(model, index=count, sizes=sizes)
     return dataclasses.replace(
         plan,
         layers=(*plan.layers, extra),

@@ -23,10 +23,16 @@ class PredictionSpec(Spec):
     )
     reference: str = Field(description="The implementation that the section was read from.")
     type: str | None = Field(None, description="Layer type of the layer; that of the last layer if absent.")
+    mlp: Literal["moe", "dense"] | None = Field(
+        None, description="Its MLP; that of the last layer of its type if absent."
+    )
     path: DiskPath | None = Field(
         None,
         description="Where checkpoints keep it, its decoder layer under `layers.0` there; numbered as the "
         "layer past the last one if absent.",
+    )
+    rename: dict[ModulePath, ModulePath] = Field(
+        {}, description="Modules that checkpoints name otherwise in this layer alone, and their names in it."
     )
     embedding_norm: ModulePath = Field("enorm", description="Norm on the next token's embedding.")
     hidden_norm: ModulePath = Field("hnorm", description="Norm on the hidden state.")

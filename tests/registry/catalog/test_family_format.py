@@ -82,6 +82,13 @@ def test_long_lines_are_broken_and_read_the_same(tmp_path: Path) -> None:
     assert body(lines) == lines
 
 
+def test_a_long_text_in_quotes_keeps_its_indentation() -> None:
+    long = "a place, and " * 9
+    written = f'mtp: {{reference: "{long}end", type: full_attention}}'
+    assert body(written) == f'mtp:\n  reference: "{long}end"\n  type: full_attention'
+    assert body(body(written)) == body(written)
+
+
 def test_the_form_says_the_same(tmp_path: Path) -> None:
     """A family that is written in the long form is the same one afterwards."""
     before, after = tmp_path / "before", tmp_path / "after"
