@@ -103,14 +103,23 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
         shutil.rmtree(fused)
     (hub / "config.json").rename(hub / "config.transformers.json")
     config = json.loads((hub / "config.transformers.json").read_text())
-    (hub / "config.json").write_text(
-        json.dumps(hub_spelling(config, recipe), indent=1, sort_keys=True) + "\n"
-    )
+    spelled = hub_spelling(config, recipe)
+    wrapper = recipe.get("wrapped_in")
+    if wrapper:
+        spelled = {wrapper: spelled, **recipe["wrapper_config"]}
+    lent = spelled["model_type"] != config["model_type"]
+    if lent:  # Another model's name, which transformers would not write.
+        (hub / "config.transformers.json").unlink()
+    (hub / "config.json").write_text(json.dumps(spelled, indent=1, sort_keys=True) + "\n")
     if extra := recipe.get("extra_tensors"):
         add_tensors(hub / "model.safetensors", extra, seed)
-    reload_hub = not (renames := recipe.get("hub_renames"))
+    reload_hub = not (renames := recipe.get("hub_renames")) and not lent
+    if recipe.get("unstack"):
+        unstack_tensors(hub / "model.safetensors")
     if renames:
         rename_tensors(hub / "model.safetensors", renames)
+    if joins := recipe.get("joins"):
+        join_tensors(hub / "model.safetensors", joins)
     for stray in out.glob("*/generation_config.json"):
         stray.unlink()
     reload = {
@@ -128,7 +137,7 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
         "variant": variant,
         "about": recipe["about"],
         "architecture": recipe["architecture"],
-        "model_type": config["model_type"],
+        "model_type": spelled["model_type"],
         "seed": seed,
         "layouts": ["hub", "fused"] if keep_fused else ["hub"],
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -303,6 +312,31 @@ def rename_tensors(path: Path, renames: dict[str, str]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def unstack_tensors(path: Path) -> None:
+    """Stacks of experts as one tensor for each expert and projection."""
+    tensors = load_file(path)
+    for name in [each for each in tensors if each.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        at, _, leaf = name.rpartition(".")
+        leaves = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+        for number, matrix in enumerate(tensors.pop(name)):
+            for part, rows in zip(leaves, matrix.chunk(len(leaves)), strict=True):
+                tensors[f"{at}.{number}.{part}.weight"] = rows.contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def join_tensors(path: Path, joins: dict[str, str]) -> None:
+    """Tensors that get one name are joined along their rows, in the order of the pattern's words."""
+    tensors = load_file(path)
+    for pattern, new in joins.items():
+        words = re.search(r"\((.*?)\)", pattern)[1].split("|")  # type: ignore[index]
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for name in list(tensors):
+            if found := re.search(pattern, name):
+                parts.setdefault(re.sub(pattern, new, name), {})[found[1]] = tensors.pop(name)
+        tensors.update({name: torch.cat([part[w] for w in words]) for name, part in parts.items()})
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def drop_tensors(path: Path, pattern: str) -> None:
     """Leave out what has nothing to do with the text model and would make the case large."""
     kept = {name: value for name, value in load_file(path).items() if not re.search(pattern, name)}
@@ -312,7 +346,8 @@ def drop_tensors(path: Path, pattern: str) -> None:
 def views(case: Path) -> Iterator[tuple[str, Path, str]]:
     """What transformers can read back: view, folder of the tensors, name of the config there."""
     yield "hub", case / "hub", "config.json"
-    yield "hub+v5", case / "hub", "config.transformers.json"
+    if (case / "hub" / "config.transformers.json").exists():
+        yield "hub+v5", case / "hub", "config.transformers.json"
     if (case / "fused").exists():
         yield "fused", case / "fused", "config.json"
 

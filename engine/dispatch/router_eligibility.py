@@ -30,6 +30,8 @@ def steps_of(spec: RouterSpec, experts: int, top_k: int) -> kernel.RouterSteps |
     groups = _groups(spec.groups)
     if spec.groups is not None and groups[0] > 1 and spec.groups.excluded != "never":
         return Decline("groups", "no expert of another group", "a score of 0", "Plain MLX does it.")
+    if spec.groups is not None and spec.groups.enabled and spec.groups.each:
+        return Decline("groups", "the best of all groups", "the best of each", "Plain MLX picks them.")
     if spec.order == "topk_then_score" and (spec.selection_bias is not None or groups[0] > 1):
         return Decline(
             "order", "scores before the selection", "a bias or groups on logits", "Plain MLX does it."

@@ -129,9 +129,12 @@ class Router:
         score = SCORES[spec.score]
         scores = score(logits) if spec.order == "score_then_topk" else logits
         chosen = scores if bias is None else scores.astype(mx.float32) + bias
-        if spec.groups is not None:
-            chosen = limit_to_groups(chosen, spec.groups)
-        indices = mx.stop_gradient(mx.argpartition(-chosen, kth=k - 1, axis=-1)[..., :k])
+        if spec.groups is not None and spec.groups.enabled and spec.groups.each:
+            indices = best_of_each_group(chosen, spec.groups.count, k)
+        else:
+            if spec.groups is not None:
+                chosen = limit_to_groups(chosen, spec.groups)
+            indices = mx.stop_gradient(mx.argpartition(-chosen, kth=k - 1, axis=-1)[..., :k])
         weights = mx.take_along_axis(scores, indices, axis=-1)
         return indices, weights if spec.order == "score_then_topk" else score(weights)
 
@@ -258,6 +261,15 @@ def limit_to_groups(scores: mx.array, spec: GroupsSpec) -> mx.array:
     excluded = mx.array(-mx.inf if spec.excluded == "never" else 0.0, grouped.dtype)
     grouped = mx.put_along_axis(grouped, dropped[..., None], excluded, axis=-2)
     return grouped.flatten(-2)
+
+
+def best_of_each_group(scores: mx.array, groups: int, top_k: int) -> mx.array:
+    """Indices ``[..., K]`` of the ``K / N`` best of each of N groups (Pangu Pro MoE, arXiv 2505.21411)."""
+    grouped, each = mx.unflatten(scores, -1, (groups, -1)), top_k // groups
+    size = grouped.shape[-1]
+    best = mx.argpartition(-grouped, kth=each - 1, axis=-1)[..., :each]
+    first = (mx.arange(groups, dtype=best.dtype) * size)[:, None]
+    return mx.stop_gradient((best + first).flatten(-2))
 
 
 def normalise(weights: mx.array, spec: RenormalizeSpec | None) -> mx.array:

@@ -140,6 +140,13 @@ def _check_moe(moe: MoeSpec, sizes: Sizes, where: str) -> None:
             expected=f"a divisor of {experts}",
             found=str(groups.count),
         )
+    if groups.each and sizes.top_k % groups.count:
+        raise ConfigError(
+            "the picked experts cannot be divided among the groups",
+            where=where,
+            expected=f"a multiple of {groups.count}",
+            found=str(sizes.top_k),
+        )
     if not 1 <= groups.keep <= groups.count:
         raise ConfigError(
             "that many groups cannot be kept",

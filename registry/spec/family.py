@@ -57,11 +57,13 @@ if TYPE_CHECKING:
     NormOffset = Literal["none", "load", "run"]
     Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
     Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]
+    GroupScore = Literal["top2", "max"]
 else:
     NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
     NormOffset = Ref | Annotated[Literal["none", "load", "run"], BeforeValidator(_offset_of_switch)]
     Score = Ref | Literal["softmax", "sigmoid", "sqrtsoftplus"]
     Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]
+    GroupScore = Ref | Literal["top2", "max"]
 
 
 class NormSpec(Spec):
@@ -186,8 +188,9 @@ class GroupsSpec(Spec):
 
     count: Count = Field(description="Number of groups.")
     keep: Count = Field(description="Groups kept.")
-    score: Literal["top2", "max"] = Field(description="A group's score: sum of its two best, or its best.")
+    score: GroupScore = Field(description="A group's score: sum of its two best, or its best.")
     enabled: Bool = Field(True, description="Whether selection is limited.")
+    each: bool = Field(False, description="Every group gives equally many of the picked experts.")
     excluded: Literal["never", "zero"] = Field(
         "never", description="Experts of other groups are never picked, or stand at a score of 0."
     )

@@ -62,6 +62,7 @@ def test_groups_that_keep_everything_are_no_groups() -> None:
         ("select", {"select": "sparsemixer"}),
         ("score_dtype", {"score_dtype": "logits"}),
         ("expert_scale", {"expert_scale": "per_expert_scale"}),
+        ("groups", {"groups": {"count": 2, "keep": 2, "score": "max", "each": True}}),
         ("normalise", {"renormalize": {"enabled": True, "p": 2.0}}),
         ("order", {"order": "topk_then_score", "renormalize": {"enabled": True}}),
         ("order", {"order": "topk_then_score", "score": "sigmoid", "selection_bias": {"path": "bias"}}),
