@@ -244,16 +244,19 @@ class MoE(VersionedModule):
 
     def _bind_with(self, shared: nn.Module | None, lent: nn.Module | None) -> MoESteps:
         router, container = self._bind_router(), find(self, self._spec.experts.path)
-        routed = self._bind_routed(router, container)
+        routed, total = self._bind_routed(router, container), self._bind_total(router, container)
         run = routed
         if shared is not None:
             run = self._bind_shared(router, container, shared)
-        return MoESteps(router, routed, self._bind_total(router, container), self._with_bias(run), lent)
+        elif self.biased:
+            # The bias is a part of the sum, which is rounded once.
+            run = lambda x: self._with_bias(total(x)).astype(x.dtype)  # noqa: E731
+        return MoESteps(router, routed, total, run, lent)
 
-    def _with_bias(self, run: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
-        """The block's call with the bias on its output, where it has one."""
+    def _with_bias(self, y: mx.array) -> mx.array:
+        """A float32 sum with the bias on the block's output, where it has one."""
         leaf = self._spec.output_bias
-        return run if leaf is None else lambda x: run(x) + self[leaf]
+        return y if leaf is None else y + self[leaf]
 
     def _bind_router(self) -> BoundRouter:
         bound = self._router.bind(self)
@@ -284,9 +287,9 @@ class MoE(VersionedModule):
             if not x.size:
                 return mx.zeros_like(x)
             wide = x.astype(mx.float32)
-            return join(wide, total(x), shared(wide)).astype(x.dtype)
+            return self._with_bias(join(wide, total(x), shared(wide))).astype(x.dtype)
 
-        modules = self.beside(shared)
+        modules = None if self.biased else self.beside(shared)
         if modules is None:
             return apart
         experts = self._bind_experts(container, modules)
@@ -299,7 +302,7 @@ class MoE(VersionedModule):
             if added:
                 return y
             wide = x.astype(mx.float32)
-            return join(wide, y, shared(wide)).astype(x.dtype)
+            return self._with_bias(join(wide, y, shared(wide))).astype(x.dtype)
 
         return together
 

@@ -263,7 +263,12 @@ class Model(LanguageModel, VersionedModule):
     @property
     def quant_predicate(self) -> Any:
         """Routers keep eight bits at conversion, in groups that divide their width, or stay float where none
-        does; everything else follows the default."""
+        does; what the family declares stays float; everything else follows the default."""
+        declared = self.args.plan.checkpoint.full_precision
+        kept = set(declared.get("frame", ()))
+        for layer in self.args.plan.layers:
+            at = f"{self._converter.layers}.{layer.index}"
+            kept.update(f"{at}.{path}" for path in declared.get(layer.type, ()))
         routers = {
             f"{self._converter.layers}.{i}.{path}"
             for i in self.args.plan.moe_layers
@@ -272,7 +277,7 @@ class Model(LanguageModel, VersionedModule):
 
         def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
             if path not in routers:
-                return True
+                return path not in kept
             width = module.weight.shape[-1]
             group = next((size for size in (64, 32) if width % size == 0), None)
             return False if group is None else {"group_size": group, "bits": 8}

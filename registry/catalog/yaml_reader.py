@@ -15,6 +15,8 @@ Lines = dict[KeyPath, tuple[str, int]]
 LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 # Past every size and scale that a family has; Python itself refuses to read numbers of thousands.
 _DIGITS = 40
+# The longest family has some 10 kB.
+LARGEST_FILE = 1 << 20
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -65,9 +67,17 @@ def read_text(path: Path) -> str:
     """The text of a family file.
 
     Raises:
-        SpecError: it cannot be read, or is not UTF-8.
+        SpecError: it cannot be read, is longer than any family, or is not UTF-8.
     """
     try:
+        size = path.stat().st_size
+        if size > LARGEST_FILE:
+            raise SpecError(
+                "the family file is too long",
+                where=str(path),
+                expected=f"at most {LARGEST_FILE} bytes",
+                found=f"{size} bytes",
+            )
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError("the family file is not text", where=str(path), expected="UTF-8") from error

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mlx_experts.registry.spec.values import AnyValue, DiskPath, LayerPath, Options, Spec
+from mlx_experts.registry.spec.values import AnyValue, DiskPath, LayerPath, ModulePath, Options, Spec
 
 
 class PerExpert(Spec):
@@ -192,6 +192,11 @@ class CheckpointSpec(Spec):
     save_as: Literal["tree", "per_expert"] = Field(
         "tree",
         description="How experts are written: as in the module tree, or one by one as mlx-lm reads them.",
+    )
+    full_precision: dict[str, tuple[ModulePath, ...]] = Field(
+        {},
+        description="Modules that a conversion does not quantise: by layer type, paths in a layer; under "
+        "`frame`, paths of the rest.",
     )
     ignore: tuple[str, ...] = Field((), description="Tensors that the text model does not have.")
     ignore_unused: tuple[str, ...] = Field(

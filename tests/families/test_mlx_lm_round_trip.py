@@ -7,46 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import yaml
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes, quantize_model, save_config
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_in_mlx_lm
-from mlx_lm.utils import save_model as save_mlx_lm_model
+from mlx_lm.utils import quantize_model
+from mlx_lm_models import CONFIGS, IDS, config_of, make_model, save_in_mlx_lm
 
 from mlx_experts import adopt, load_model, save_model, trace
-
-CONFIGS = yaml.safe_load((Path(__file__).parent / "mlx_lm_configs.yaml").read_text())
-COMMON = CONFIGS.pop("common")
-IDS = mx.array([[3, 17, 42, 99, 5, 64, 23], [1, 2, 3, 4, 5, 6, 7]])
-
-
-def config_of(model_type: str) -> dict[str, Any]:
-    stated = {"model_type": model_type, **COMMON, **CONFIGS[model_type]}
-    if "text_config" in stated:
-        stated["text_config"] = {**COMMON, **stated["text_config"]}
-    return {key: value for key, value in stated.items() if value is not None}
-
-
-def make_model(config: dict[str, Any]) -> Any:
-    """mlx-lm's own model with everything random, norms and biases too, in float32."""
-    mx.random.seed(7)
-    kind, args = _get_classes(config)
-    model = kind(args.from_dict(config))
-    drawn = []
-    for name, value in tree_flatten(model.parameters()):
-        noise = mx.random.normal(value.shape)
-        if value.ndim > 1:
-            drawn.append((name, noise * value.shape[-1] ** -0.5))
-        else:
-            drawn.append((name, (1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.2 * noise))
-    model.update(tree_unflatten(drawn))
-    model.eval()
-    return model
-
-
-def save_in_mlx_lm(folder: Path, model: Any, config: dict[str, Any]) -> None:
-    save_mlx_lm_model(folder, model, donate_model=False)
-    save_config(dict(config), config_path=folder / "config.json")
 
 
 def largest_difference(model: Any, other: Any) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.registry.catalog.yaml_reader import read_yaml
 from mlx_experts.registry.errors import RegistryError, SpecError, UnknownFamilyError
 
 HEAD = (
@@ -211,3 +212,17 @@ def test_a_mistake_at_an_inherited_key_is_told_in_the_file_that_holds_it(tmp_pat
     file, _, line = error.where.rpartition(":")
     assert Path(file).is_file()
     assert int(line) <= len(Path(file).read_text().splitlines())
+
+
+@pytest.mark.report("C20")
+def test_a_file_longer_than_any_family_is_refused_by_size_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "my_moe.yaml"
+    with path.open("wb") as file:
+        file.write(HEAD.encode())
+        # A hole in the file: nothing of it is written, and nothing of it is read.
+        file.truncate(50_000_000)
+    for command in (lambda: Catalog([tmp_path]).load("my_moe"), lambda: read_yaml(path)):
+        with pytest.raises(SpecError, match="too long") as caught:
+            command()
+        assert "50000000 bytes" in str(caught.value)
+        assert str(path) in str(caught.value)

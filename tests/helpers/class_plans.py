@@ -1,0 +1,278 @@
+"""Plans of configs that leave keys out, against those of configs that state a class's defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.spec.family import Family
+
+NO_NUMBER = "the class gives no number of experts or picks: a dense model"
+NO_HEAD = "the class's width is no multiple of its heads"
+BY_CODE = "the class works the list of layers out in code"
+# Classes whose own defaults are no Mixture-of-Experts model that can be built.
+NOT_WHOLE = {
+    "bailing_hybrid": NO_NUMBER,
+    "deepseek_v2": NO_NUMBER,
+    "dots1": NO_NUMBER,
+    "mistral3": NO_NUMBER,
+    "glm4_moe": NO_HEAD,
+    "glm4v_moe": NO_HEAD,
+    "glm4v_moe_text": NO_HEAD,
+    "qwen3_omni_moe_text": NO_HEAD,
+    "qwen3_omni_moe": NO_HEAD,
+    "qwen3_omni_moe_thinker": NO_HEAD,
+    "lfm2_moe": BY_CODE,
+}
+_OLDER_TIE = "the text settings say it, as files before transformers 5 have it"
+# Where families follow the files that are there and not what a class says of a key alone.
+OTHERWISE = {
+    ("ernie4_5_moe", "moe_intermediate_size"): "the authors' code falls back to intermediate_size",
+    ("kimi_k25", "tie_word_embeddings"): _OLDER_TIE,
+    ("qwen3_vl_moe", "tie_word_embeddings"): _OLDER_TIE,
+}
+# Lists with one entry a layer, which no table can hold for every number of layers.
+NEED_A_LIST = {"cohere2_moe", "flint", "mimo_v2_flash", "nemotron_h"}
+# Said in another way, and the same model.
+SAME = {
+    "moe.layers[0].end": "the last layer, counted or -1",
+    "mixer.options.index_types": "all layers alike",
+    "mixer.heads": "the model's own number",
+    "mixer.scale_width": "the width of a head",
+    "mixer.options.head_dim": "`auto` is worked out by the mixer",
+    "mixer.options.rank": "`auto` is worked out by the mixer",
+    "mixer.options.step_limit[1]": "infinity, as a word",
+}
+# transformers' class of this name is another family's.
+ANOTHERS = {("minimax_m2", "minimax"), ("bailing_moe_v3", "bailing_hybrid")}
+# Families whose keys that are left out are not yet held to their class: it makes lists or nested settings of
+# them in code.
+NOT_HELD = {
+    "deepseek_ocr2",
+    "deepseek_v4",
+    "dots3_note",
+    "hy_v4_vl",
+    "mistral_large4",
+    "qwen4_exp",
+}
+
+
+def class_types(family: Family) -> list[str]:
+    """The model types of a family that transformers has a config class for."""
+    known = [
+        t for t in family.model_types if t in CONFIG_MAPPING_NAMES and (family.family, t) not in ANOTHERS
+    ]
+    return [] if family.family in NOT_HELD else known
+
+
+@cache
+def _text(model_type: str) -> str:
+    logging.disable(logging.WARNING)
+    return str(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+
+
+def class_config(model_type: str) -> dict[str, Any]:
+    """What a class that is given nothing writes as its config.json."""
+    config: dict[str, Any] = json.loads(_text(model_type))
+    return config
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every literal of a plan by its path, without the family and the config."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if field.name not in ("family", "config", "checkpoint"):
+                yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif hasattr(value, "model_dump"):
+        yield from leaves(value.model_dump(), path)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            # What a rotation comes to stands beside its parameters.
+            if key not in ("rope_theta", "rope_type", "type", "partial_rotary_factor"):
+                yield from leaves(each, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from leaves(each, f"{path}[{i}]")
+    elif not (isinstance(value, float) and math.isinf(value)):
+        yield path, value
+
+
+def plan_values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The literals of a config's plan that say what the model computes.
+
+    Raises:
+        ConfigError: the family cannot read the config.
+    """
+    found = dict(leaves(resolve(family, {**config, "architectures": list(family.architectures[:1])})))
+    unread = ["max_position_embeddings", "llama_4_scaling_beta"]
+    if "dense" not in found.values():
+        unread.append("sizes.dense_width")
+    return {
+        path: value
+        for path, value in found.items()
+        if not any(path.partition("].")[2].startswith(same) for same in SAME)
+        and not path.endswith(tuple(unread))
+    }
+
+
+def differences(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where two plans differ, with what each says."""
+    return {k: (want.get(k), got.get(k)) for k in {*want, *got} if want.get(k) != got.get(k)}
+
+
+def bare_configs(model_type: str) -> list[dict[str, Any]]:
+    """Configs of nothing but their type, with and without nested text settings; lists of layers stay where no
+    table can hold them."""
+    config = class_config(model_type)
+    if model_type in NEED_A_LIST:
+        lists = {key: value for key, value in config.items() if isinstance(value, list)}
+        return [{"model_type": model_type, **lists}]
+    nested = "text_config" in config
+    return [{"model_type": model_type}] + ([{"model_type": model_type, "text_config": {}}] if nested else [])
+
+
+def missed_defaults(family: Family, model_type: str) -> dict[str, Any]:
+    """What a config of nothing but its type means otherwise than the class's own config, by place.
+
+    Raises:
+        ConfigError: the family cannot read the class's own config.
+    """
+    want = plan_values(family, class_config(model_type))
+    odd: dict[str, Any] = {}
+    for config in bare_configs(model_type):
+        odd |= differences(want, plan_values(family, config))
+    if (family.family, "tie_word_embeddings") in OTHERWISE:
+        odd.pop(".head.tied", None)
+    return odd
+
+
+def single_keys(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    """The settings of a class's config that can be left out alone, each with the level that holds it."""
+    levels = [config, *(v for v in (config.get("text_config"),) if isinstance(v, dict))]
+    for level in levels:
+        for key, value in level.items():
+            # Rotations and lists of layers are settled as a whole.
+            if key in ("model_type", "text_config", "rope_parameters", "architectures"):
+                continue
+            if value is not None and not isinstance(value, list) and (family.family, key) not in OTHERWISE:
+                yield level, key
+
+
+def missed_single_defaults(
+    family: Family, model_type: str, only: frozenset[str] | None = None
+) -> dict[str, Any]:
+    """By key, what a config that leaves this key out means otherwise than the class's own config.
+
+    Args:
+        only: the keys to try; None for all.
+
+    Raises:
+        ConfigError: the family cannot read one of them.
+    """
+    config = class_config(model_type)
+    want = plan_values(family, config)
+    found = {}
+    for level, key in list(single_keys(family, config)):
+        if only is not None and key not in only:
+            continue
+        value = level.pop(key)
+        odd = differences(want, plan_values(family, config))
+        level[key] = value
+        if odd:
+            found[key] = odd
+    return found
+
+
+def aliases(model_type: str) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Other names that a class takes for its settings: the level that has them, the other name, its own."""
+    kind = CONFIG_MAPPING[model_type]
+    for at, each in (
+        ((), kind),
+        *(((name,), sub) for name, sub in kind.sub_configs.items() if name == "text_config"),
+    ):
+        for other, own in getattr(each, "attribute_map", {}).items():
+            yield at, other, own
+
+
+def _another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return value * 2 if isinstance(value, int | float) else None
+
+
+def missed_aliases(family: Family, model_type: str, only: str | None = None) -> dict[str, Any]:
+    """By the other name, what a config that uses it means otherwise than one with the class's own name.
+
+    Args:
+        only: the other name to try; None for all.
+    """
+    found: dict[str, Any] = {}
+    for at, other, own in aliases(model_type):
+        config = class_config(model_type)
+        level = config[at[0]] if at else config
+        new = _another(level.get(own))
+        if new is None or (only is not None and other != only):
+            continue
+        try:
+            before = plan_values(family, config)
+            level[own] = new
+            want = plan_values(family, config)
+        except ConfigError:
+            continue
+        if want == before:
+            continue
+        del level[own]
+        level[other] = new
+        try:
+            odd: Any = differences(want, plan_values(family, config))
+        except ConfigError as error:
+            odd = str(error)
+        if odd:
+            found[other] = odd
+    return found
+
+
+def listed_layers(family: Family, model_type: str) -> dict[str, list[Any]]:
+    """Lists with one entry a layer that a class works out, under the keys by which the family reads lists."""
+    kind = CONFIG_MAPPING[model_type]
+    settings = kind().get_text_config()
+    count = getattr(settings, "num_hidden_layers", None)
+    rules = (*(family.layer_types or ()), *family.moe.layers)
+    found: dict[str, list[Any]] = {}
+    for key in {str(rule.key) for rule in rules if hasattr(rule, "key")}:
+        value = getattr(settings, key, None)
+        if isinstance(value, list | tuple) and len(value) == count:
+            found[key] = list(value)
+    return found
+
+
+def missed_lists(family: Family, model_type: str) -> dict[str, Any]:
+    """By key, what a list that the class works out means otherwise than the class's config without it.
+
+    Raises:
+        ConfigError: the family cannot read a list.
+    """
+    config = class_config(model_type)
+    level = config.get("text_config", config)
+    if model_type in NEED_A_LIST:
+        return {}
+    lists = listed_layers(family, model_type)
+    stated = {key: level.pop(key) for key in lists if key in level}
+    want = plan_values(family, {**config})
+    found = {}
+    for key, value in lists.items():
+        level[key] = value
+        if odd := differences(want, plan_values(family, config)):
+            found[key] = odd
+        del level[key]
+    level.update(stated)
+    return found

@@ -1,0 +1,235 @@
+"""The config keys and defaults that a family's neighbours know, which its file must not contradict.
+
+`tests/data/stated.yaml` adds what the authors' own code or files say and no installed package has.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import class_plans
+import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from mlx_experts.registry.catalog.catalog import Catalog, mixers
+from mlx_experts.registry.catalog.public_models import models
+from mlx_experts.registry.errors import RegistryError
+from mlx_experts.registry.resolve.tiny_config import tiny_config
+from mlx_experts.registry.spec.family import Family
+from mlx_experts.registry.spec.values import Ref, Spec
+
+_TESTS = Path(__file__).parent.parent
+_MAPPINGS = frozenset(
+    f"MODEL_FOR_{kind}_MAPPING_NAMES" for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+)
+_WORDS = re.compile(r"^[A-Za-z_]\w*$")
+# Keys that any config may have, whatever its class: rotations, ties and the older spelling of both.
+COMMON = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "tie_word_embeddings",
+    "head_dim",
+    "hidden_act",
+    "text_config",
+    "layer_types",
+)
+
+
+@functools.cache
+def stated() -> dict[str, Any]:
+    """By family: `keys` that its authors' configs have, `defaults` of its authors' code, with sources."""
+    found: dict[str, Any] = yaml.safe_load((_TESTS / "data" / "stated.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Every key of a config, at every level."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield str(key)
+            yield from _names(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _names(each)
+
+
+@functools.cache
+def mlx_lm_arguments(model_type: str) -> dict[str, Any] | None:
+    """The settings of mlx-lm's model of this name with their defaults (MISSING for none), or None."""
+    if importlib.util.find_spec(f"mlx_lm.models.{model_type}") is None:
+        return None
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    found: dict[str, Any] = {}
+    for name in ("ModelArgs", "TextArgs", "TextConfig", "TextModelArgs"):
+        kind = getattr(module, name, None)
+        if dataclasses.is_dataclass(kind):
+            found |= {
+                field.name: field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory()
+                for field in dataclasses.fields(kind)
+            }
+    return found
+
+
+@functools.cache
+def _carried() -> dict[str, set[str]]:
+    """By family, the keys of every config that this repository carries."""
+    known, found = Catalog(), {}
+    for file in [*_TESTS.glob("cases/*/*/*/config*.json"), *_TESTS.glob("data/prediction/*/config.json")]:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        found.setdefault(known.resolve(config).name, set()).update(_names(config))
+    for model in models():
+        found.setdefault(model.family, set()).update(_names(model.config))
+    return found
+
+
+@functools.cache
+def known_keys(name: str, model_types: tuple[str, ...]) -> frozenset[str]:
+    """Every key that transformers, mlx-lm, a carried config or the authors know for these model types."""
+    found = {*COMMON, *_carried().get(name, ()), *stated().get(name, {}).get("keys", {})}
+    for model_type in (*model_types, *stated().get(name, {}).get("as", ())):
+        if model_type in CONFIG_MAPPING_NAMES:
+            kind = CONFIG_MAPPING[model_type]
+            found.update(_names(class_plans.class_config(model_type)))
+            for each in (kind, *kind.sub_configs.values()):
+                found.update(getattr(each, "attribute_map", {}))
+        found.update(mlx_lm_arguments(model_type) or ())
+    return frozenset(found)
+
+
+def references(value: Any) -> Iterator[Ref]:
+    """Every reference below a section."""
+    if isinstance(value, Ref):
+        yield value
+        for each in (value.default, value.if_null, value.present, value.map):
+            yield from references(each)
+    elif isinstance(value, Spec):
+        for field in type(value).model_fields:
+            yield from references(getattr(value, field))
+    elif isinstance(value, dict):
+        if "from" in value:
+            yield from references(Ref.model_validate(value))
+        else:
+            for each in value.values():
+                yield from references(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from references(each)
+
+
+def keys_of(family: Family) -> set[str]:
+    """Every config key that a family reads, each part of a dotted one by itself."""
+    found = {key for ref in references(family) for key in ref.keys}
+    found |= {key for mixer in mixers(family).values() for ref in references(mixer) for key in ref.keys}
+    for rule in (*(family.layer_types or ()), *family.moe.layers):
+        found |= {str(getattr(rule, field)) for field in ("key", "dense") if hasattr(rule, field)}
+    found |= set(family.text_keys) if family.text_config else set()
+    if family.when is not None:
+        found |= {key for key in (family.when.has, family.when.lacks) if key} | set(family.when.equals or ())
+    return {part for key in found for part in key.split(".") if _WORDS.match(part)}
+
+
+def unknown(family: Family) -> set[str]:
+    """The keys that a family reads and nobody knows."""
+    return keys_of(family) - known_keys(family.family, family.model_types)
+
+
+def check_names(name: str, catalog: Catalog) -> None:
+    """The names that the authors' files and transformers' mappings have lead to the family.
+
+    Raises:
+        AssertionError: one does not.
+    """
+    entry, own = catalog.entries[name], stated().get(name, {})
+    for row in own.get("names", ()):
+        assert row in (*entry.model_types, *entry.architectures), f"{row} is no name of {name}"
+    for model_type in entry.model_types:
+        for architecture in architectures().get(model_type, ()):
+            if architecture not in own.get("not_names", ()):
+                assert architecture in entry.architectures, f"{architecture} is no name of {name}"
+
+
+@functools.cache
+def architectures() -> dict[str, set[str]]:
+    """By model type, the classes of transformers that generate text with it, read from its source."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
+    found: dict[str, set[str]] = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        names = [ast.unparse(each) for each in node.targets] if isinstance(node, ast.Assign) else []
+        if names and names[0] in _MAPPINGS and isinstance(node.value, ast.Call):
+            pairs = node.value.args[0]
+            assert isinstance(pairs, ast.List)
+            for pair in pairs.elts:
+                if isinstance(pair, ast.Starred):
+                    # Another mapping, whose classes are those of another list here.
+                    continue
+                key, value = ast.literal_eval(pair)
+                found.setdefault(key, set()).update((value,) if isinstance(value, str) else value)
+    return found
+
+
+@functools.cache
+def _held(name: str) -> dict[str, Any]:
+    """Defaults that the family's authors, or mlx-lm where transformers has no class, give."""
+    family = Catalog().load(name)
+    found = dict(stated().get(name, {}).get("defaults", {}))
+    if not any(t in CONFIG_MAPPING_NAMES for t in family.model_types):
+        otherwise = stated().get(name, {}).get("otherwise", {})
+        for model_type in family.model_types:
+            for key, value in (mlx_lm_arguments(model_type) or {}).items():
+                if (
+                    isinstance(value, bool | int | float | str)
+                    and key not in otherwise
+                    and key != "model_type"
+                ):
+                    found.setdefault(key, value)
+    return found
+
+
+def missed_stated(family: Family) -> dict[str, Any]:
+    """By key, what a config that leaves it out means otherwise than the stated default."""
+    config = tiny_config(family)
+    level = config[family.text_keys[0]] if family.text_config else config
+    read, found = keys_of(family), {}
+    for key, value in _held(family.family).items():
+        if key not in read:
+            continue
+        kept = level.pop(key, None)
+        try:
+            without = class_plans.plan_values(family, config)
+        except RegistryError as error:
+            without = {"refused": str(error)}
+        level[key] = value
+        try:
+            odd = class_plans.differences(class_plans.plan_values(family, config), without)
+        except RegistryError:
+            # The tiny config's other sizes do not go with this one.
+            odd = {}
+        level.pop(key)
+        if kept is not None:
+            level[key] = kept
+        if odd:
+            found[key] = odd
+    return found
+
+
+def check_stated(family: Family) -> None:
+    """Raises AssertionError where a stated default is missed."""
+    missed = missed_stated(family)
+    assert not missed, missed

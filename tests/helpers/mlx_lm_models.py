@@ -1,0 +1,78 @@
+"""mlx-lm's own tiny models of random weights, and what mlx-lm writes of them."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import yaml
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes, save_config
+from mlx_lm.utils import save_model as save_mlx_lm_model
+
+_FILE = Path(__file__).parent.parent / "families" / "mlx_lm_configs.yaml"
+CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+COMMON = CONFIGS.pop("common")
+IDS = mx.array([[3, 17, 42, 99, 5, 64, 23], [1, 2, 3, 4, 5, 6, 7]])
+
+
+def config_of(model_type: str) -> dict[str, Any]:
+    """The tiny config of a model type; null takes a common key away."""
+    stated = {"model_type": model_type, **COMMON, **CONFIGS[model_type]}
+    if "text_config" in stated:
+        stated["text_config"] = {**COMMON, **stated["text_config"]}
+    return {key: value for key, value in stated.items() if value is not None}
+
+
+def make_model(config: dict[str, Any]) -> Any:
+    """mlx-lm's own model with everything random, norms and biases too, in float32."""
+    mx.random.seed(7)
+    kind, args = _get_classes(config)
+    model = kind(args.from_dict(config))
+    drawn = []
+    for name, value in tree_flatten(model.parameters()):
+        noise = mx.random.normal(value.shape)
+        if value.ndim > 1:
+            drawn.append((name, noise * value.shape[-1] ** -0.5))
+        else:
+            drawn.append((name, (1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.2 * noise))
+    model.update(tree_unflatten(drawn))
+    model.eval()
+    return model
+
+
+def save_in_mlx_lm(folder: Path, model: Any, config: dict[str, Any]) -> None:
+    """Write a model as mlx-lm does."""
+    save_mlx_lm_model(folder, model, donate_model=False)
+    save_config(dict(config), config_path=folder / "config.json")
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def written(model_type: str) -> tuple[Path, np.ndarray]:
+    """The folder of a checkpoint of mlx-lm in full precision, and its logits for ``IDS``."""
+    folder, config = Path(_scratch().name) / model_type, config_of(model_type)
+    model = make_model(config)
+    save_in_mlx_lm(folder, model, config)
+    return folder, np.array(model(IDS).astype(mx.float32))
+
+
+# Where the module tree here has other parts than mlx-lm's, each by what differs.
+OTHER_TREES = {
+    "dbrx": "mlx-lm keeps the experts apart",
+    "ernie4_5_moe": "mlx-lm throws the selection bias away",
+}
+
+
+@functools.cache
+def parameter_names(model_type: str) -> set[str]:
+    """Names of the parameters of mlx-lm's model."""
+    return {name for name, _ in tree_flatten(make_model(config_of(model_type)).parameters())}
