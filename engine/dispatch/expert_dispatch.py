@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache, verify
 from mlx_experts.engine.dispatch.policy import Policy
@@ -87,6 +88,28 @@ def _shared(
         return verdict
     assert packed is not None
     return packed
+
+
+def in_slots(run: FusedRun, experts: expert_weights.ExpertWeights) -> FusedRun:
+    """A kernel that reads slots as one that is given experts by their numbers."""
+    slots = experts.slots
+    if slots is None:
+        return run
+
+    def placed(x: mx.array, indices: mx.array, weights: mx.array) -> mx.array | Decline:
+        numbers = np.array(indices)
+        if (count := np.unique(numbers).size) > slots.slots:
+            return Decline(
+                "expert memory",
+                f"at most {slots.slots} experts in a call",
+                str(count),
+                "They run through gathered products, some at a time; a larger budget has more slots.",
+            )
+        with slots.lock:
+            part = next(slots.parts(numbers))
+            return run(x, mx.array(part.slots.astype(np.uint32)), weights)
+
+    return placed
 
 
 class ExpertDispatch:
@@ -212,6 +235,8 @@ class ExpertDispatch:
                 shared_request = expert_weights.shared_request(added, dtype=x.dtype, device=device)
                 request = replace(request, shared=shared_request)
             run = kernel.unavailable() or kernel.prepare(experts, x.dtype)
+            if not isinstance(run, Decline) and device != "cpu":
+                run = in_slots(run, experts)
             if not isinstance(run, Decline):
                 run = verify.verify_kernel(device, run, request, container, x, experts.shared)
             if not isinstance(run, Decline):
@@ -242,6 +267,8 @@ class ExpertDispatch:
             wide: leave the sum in float32, because a shared expert is still to be added.
             why: the fused kernel's reason.
         """
+        if experts is not None and experts.slots is not None:
+            return self.gathered(request.rows, why)
         verdict = eligibility.check_many(request, asked)
         if isinstance(verdict, Decline):
             return self.gathered(request.rows, why if verdict.rule == "rows" else verdict)
@@ -278,6 +305,7 @@ class ExpertDispatch:
             if isinstance(run, Accept):
                 run = kernel.prepare(experts, x.dtype)
             if not isinstance(run, Decline):
+                run = in_slots(run, experts)
                 run = verify.verify_kernel(name, run, request, container, x)
             if not isinstance(run, Decline):
                 key = TraceKey(self.layer, "fused", rows_label(request.rows), name)

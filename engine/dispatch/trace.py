@@ -10,6 +10,8 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
+from mlx_experts.engine.kernels.memory.account import MemoryAccount, MemoryRow, together
+
 Path = Literal["fused", "grouped", "dequantized", "gather", "mlx", "compiled"]
 
 
@@ -80,6 +82,20 @@ class Trace:
         # Those that have counted since the last reset, in the order of their first calls.
         self._experts: list[Tally] = []
         self._pieces: list[Tally] = []
+        self._memory: list[MemoryAccount] = []
+
+    def memory_account(self, layer: str) -> MemoryAccount:
+        """What counts a layer's reads of experts that stay in files."""
+        return MemoryAccount(layer, self._memory.append)
+
+    def memory(self) -> list[MemoryRow]:
+        """The layers that looked for experts in files, as they stand."""
+        return [account.row for account in list(self._memory)]
+
+    def memory_total(self) -> MemoryRow | None:
+        """All layers of :meth:`memory` together, or None where there are none."""
+        rows = self.memory()
+        return together(rows) if rows else None
 
     def tally(self, key: TraceKey, note: str = "") -> Tally:
         """What counts the calls of one decision. Calls of equal keys are one line, with the first's note."""
@@ -96,6 +112,9 @@ class Trace:
                 tally.count = 0
             self._experts.clear()
             self._pieces.clear()
+            for account in self._memory:
+                account.reset()
+            self._memory.clear()
 
     def snapshot(self) -> list[TraceRow]:
         """The lines as they stand, in the order in which they first occurred."""
@@ -140,7 +159,9 @@ class Trace:
             for row in self.table()
         )
         experts = "\n".join(line.rstrip() for line in lines) or "no expert has been called"
-        return "\n".join([experts, *(f"compiled {row.layer}: {row.note}" for row in self.pieces())])
+        total = self.memory_total()
+        read = [] if total is None else [memory_line(total)]
+        return "\n".join([experts, *(f"compiled {row.layer}: {row.note}" for row in self.pieces()), *read])
 
     def table(self) -> list[TraceRow]:
         """The lines for people: layers merged, ``layer`` saying how many a line stands for."""
@@ -151,6 +172,14 @@ class Trace:
             TraceRow(_layers(group), path, rows, reason, sum(r.count for r in group), group[0].note)
             for (path, rows, reason), group in merged.items()
         ]
+
+
+def memory_line(row: MemoryRow) -> str:
+    """What reading experts from files cost, for people."""
+    return (
+        f"expert memory of {row.layer}: {row.hit_rate:.1%} hits, {row.misses} experts read "
+        f"({row.bytes_read / 1e9:.3f} GB), {row.stall:.3f} s waited"
+    )
 
 
 def _layers(group: list[TraceRow]) -> str:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlx_experts.engine.kernels.memory.slots import ExpertSlots, SlottedExperts
 from mlx_experts.engine.kernels.request import (
     Activation,
     Device,
@@ -63,13 +64,22 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """The stacks of one layer and the activation between them; ``gate`` is None when ungated."""
+    """The stacks of one layer and the activation between them; ``gate`` is None when ungated.
+
+    With ``slots`` the stacks are of slots, and callers name experts.
+    """
 
     gate: Stack | None
     up: Stack
     down: Stack
     activation: Activation
     shared: SharedExpertWeights | None = None
+    slots: ExpertSlots | None = None
+
+    @property
+    def count(self) -> int:
+        """E, the experts that callers may name."""
+        return self.up.count if self.slots is None else self.slots.experts
 
     def stacks(self) -> list[Stack]:
         """Gate (when there is one), up, down; without the shared expert's."""
@@ -197,7 +207,12 @@ def read(container: nn.Module, activation: Activation) -> ExpertWeights | None:
     up, down = stacks["up"], stacks["down"]
     if up is None or down is None or any(s is None for s in stacks.values()):
         return None
-    return ExpertWeights(stacks.get("gate"), up, down, activation)
+    return ExpertWeights(stacks.get("gate"), up, down, activation, slots=slots_of(container))
+
+
+def slots_of(container: nn.Module) -> ExpertSlots | None:
+    """The slots of a container whose experts stay in files, or None."""
+    return container.slots if isinstance(container, SlottedExperts) else None
 
 
 def read_shared(
@@ -251,7 +266,7 @@ def request_of(
     return KernelRequest(
         rows=rows,
         top_k=top_k,
-        num_experts=0 if experts is None else experts.up.count,
+        num_experts=0 if experts is None else experts.count,
         gate=gate,
         up=_UNREAD if experts is None else experts.up.projection,
         down=_UNREAD if experts is None else experts.down.projection,

@@ -6,13 +6,18 @@ and summed in float32 and rounded once, as on every path.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_experts.engine.kernels import activations
-from mlx_experts.engine.kernels.expert_weights import children, global_factor
+from mlx_experts.engine.kernels.expert_weights import children, global_factor, slots_of
+from mlx_experts.engine.kernels.memory.slots import ExpertSlots
 from mlx_experts.engine.kernels.request import Activation
+from mlx_experts.registry.errors import SettingError
 
 # From this many (row, expert) pairs on, mlx-lm's containers order the pairs by expert so that the gathered
 # products stream each expert once; the products take that order as a promise.
@@ -100,13 +105,62 @@ def outputs(container: nn.Module, activation: Activation, x: mx.array, indices: 
     else:
         rows = mx.expand_dims(rows, 1)
         pairs = pairs.reshape(-1, top_k)
-    up = product(parts["up"], rows, pairs, ordered)
-    gate = product(parts["gate"], rows, pairs, ordered) if "gate" in parts else None
-    each = product(parts["down"], activations.apply(activation, gate, up), pairs, ordered)
-    each = each.reshape(-1, each.shape[-1])
+    slots = slots_of(container)
+    if slots is None:
+        each = _through(parts, activation, rows, pairs, ordered)
+    else:
+        each = _through_slots(slots, parts, activation, rows, pairs, ordered)
     if ordered:
         each = each[mx.argsort(order)]
     return each.reshape(*indices.shape, each.shape[-1])
+
+
+def _through(
+    parts: Mapping[str, nn.Module], activation: Activation, rows: mx.array, pairs: mx.array, ordered: bool
+) -> mx.array:
+    """The output of each pair of a row and an expert, ``[P, H]``."""
+    up = product(parts["up"], rows, pairs, ordered)
+    gate = product(parts["gate"], rows, pairs, ordered) if "gate" in parts else None
+    each = product(parts["down"], activations.apply(activation, gate, up), pairs, ordered)
+    return each.reshape(-1, each.shape[-1])
+
+
+def _through_slots(
+    slots: ExpertSlots,
+    parts: Mapping[str, nn.Module],
+    activation: Activation,
+    rows: mx.array,
+    pairs: mx.array,
+    ordered: bool,
+) -> mx.array:
+    """As :func:`_through`, of experts that are put into slots as many at a time as there are.
+
+    Raises:
+        SettingError: a projection is none of mlx-lm's own, which would number the experts otherwise.
+    """
+    adapted = {type(each).__name__ for each in parts.values()} - {"SwitchLinear", "QuantizedSwitchLinear"}
+    if adapted:
+        raise SettingError(
+            "experts that stay in files take no adapter",
+            found=", ".join(sorted(adapted)),
+            hint="load without expert_memory, or fuse the adapter first",
+        )
+    with slots.lock:
+        if not ordered:
+            # One row for each pair, as the products would spread them.
+            rows = mx.broadcast_to(rows, (*pairs.shape, 1, rows.shape[-1])).reshape(-1, 1, rows.shape[-1])
+        found, places = [], []
+        for part in slots.parts(np.array(pairs).reshape(-1)):
+            mine = np.flatnonzero(part.slots >= 0)
+            # The products take the order of slots as a promise, not that of experts.
+            mine = mine[np.argsort(part.slots[mine], kind="stable")]
+            some = mx.array(part.slots[mine].astype(np.uint32))
+            each = _through(parts, activation, rows[mx.array(mine)], some, ordered)
+            # The next part takes the slots.
+            mx.eval(each)
+            found.append(each)
+            places.append(mine)
+        return mx.concatenate(found)[mx.array(np.argsort(np.concatenate(places)))]
 
 
 def experts(

@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch, current_device
 from mlx_experts.engine.kernels import expert_weights, gather
 from mlx_experts.engine.kernels.expert_weights import SharedModules, children
+from mlx_experts.engine.kernels.memory.slots import ExpertSlots, SlottedExperts
 from mlx_experts.engine.kernels.request import Activation, Device, KernelRequest
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, place, take_rows
@@ -131,6 +132,17 @@ class MoE(VersionedModule):
         self._observer = observer
         self._version.raised()
 
+    def use_slots(self, slotted: SlottedExperts) -> None:
+        """From now on, run the experts from slots of their container."""
+        *parents, leaf = self._spec.experts.path.split(".")
+        find(self, ".".join(parents))[leaf] = slotted
+        self._version.raised()
+
+    @property
+    def slots(self) -> ExpertSlots | None:
+        """The slots of experts that stay in files, or None."""
+        return expert_weights.slots_of(find(self, self._spec.experts.path))
+
     def keep_experts(self, kept: Sequence[int]) -> None:
         """Leave out every routed expert but these, in their order, with their rows of the router.
 
@@ -153,6 +165,12 @@ class MoE(VersionedModule):
         """
         if self._group is not None:
             raise ConfigError("experts that are spread over ranks cannot be left out", where=where)
+        if self.slots is not None:
+            raise ConfigError(
+                "experts that stay in files cannot be left out",
+                where=where,
+                hint="load without expert_memory",
+            )
         names = {type(module) for module in children(find(self, self._spec.experts.path)).values()}
         if names - {SwitchLinear, QuantizedSwitchLinear}:
             raise ConfigError(
@@ -408,6 +426,12 @@ class MoE(VersionedModule):
 
     def cuts(self) -> Cuts:
         """Each rank keeps a part of every routed expert; the router stays whole on every rank."""
+        if self.slots is not None:
+            raise ConfigError(
+                "experts that stay in files cannot be spread over ranks",
+                where=self.name,
+                hint="load without expert_memory",
+            )
         return Cuts(experts=self._spec.experts.path)
 
     def divided(self, group: Group) -> None:

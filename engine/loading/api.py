@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from mlx_experts.engine.loading.checkpoint_loader import LoadReport, Progress, load_checkpoint
+from mlx_experts.engine.loading.expert_memory import has_slots
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.checkpoint.hub import resolve_path
@@ -54,6 +55,8 @@ def load_model(
     revision: str | None = None,
     progress: Progress | None = None,
     mtp: bool = False,
+    expert_memory: str | int | None = None,
+    experts_per_token: int | None = None,
 ) -> tuple[LanguageModel, dict[str, Any]]:
     """Load a model from a folder or a Hugging Face repository.
 
@@ -72,6 +75,9 @@ def load_model(
         progress: called with (shards read, shards in all, file name).
         mtp: keep the checkpoint's first next-token prediction layer, which ``stream_generate(..., mtp=True)``
             drafts with.
+        expert_memory: memory for experts, such as `4GB` or a number of bytes; what it does not hold stays in
+            the checkpoint's files and is read when a token picks it. None loads all.
+        experts_per_token: experts that a token picks, instead of what the config says.
 
     Returns:
         The model and its config.
@@ -90,6 +96,8 @@ def load_model(
         revision=revision,
         progress=progress,
         mtp=mtp,
+        expert_memory=expert_memory,
+        experts_per_token=experts_per_token,
     )
     _tell(report, path_or_hf_repo)
     return model, config
@@ -329,7 +337,15 @@ def save_tensors(folder: Path, model: LanguageModel, *, donate_model: bool = Fal
 
     Args:
         donate_model: let the model's arrays go while they are written; it is of no use afterwards.
+
+    Raises:
+        SettingError: some experts of the model stay in the files that it was loaded from.
     """
+    if has_slots(model):
+        raise SettingError(
+            "a model whose experts stay in files cannot be written",
+            hint="load it without expert_memory, or use `registry pack`",
+        )
     save_mlx_lm_model(folder, _Written(model), donate_model=donate_model)
 
 

@@ -12,11 +12,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
+from mlx_experts.engine.loading.expert_memory import in_slots, plan_experts, put_slots
+from mlx_experts.engine.loading.experts_per_token import changed_top_k, with_experts_per_token
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.models.model import ModelArgs
 from mlx_experts.engine.weights import heads
+from mlx_experts.engine.weights.in_place.budget import bytes_of
 from mlx_experts.engine.weights.pipeline import prepare
 from mlx_experts.engine.weights.quantization import Format
 from mlx_experts.engine.weights.reader import reading
@@ -63,6 +66,8 @@ def load_checkpoint(
     family: Family | str | None = None,
     progress: Progress | None = None,
     mtp: bool = False,
+    expert_memory: str | int | None = None,
+    experts_per_token: int | None = None,
 ) -> tuple[LanguageModel, dict[str, Any], LoadReport]:
     """Build the model of a checkpoint and fill every parameter.
 
@@ -77,6 +82,9 @@ def load_checkpoint(
         family: use this family, or the one of this name, whatever the config says.
         progress: called with (shards read, shards in all, file name).
         mtp: keep the checkpoint's first next-token prediction layer.
+        expert_memory: memory for experts, such as `4GB` or bytes; those that it does not hold stay in the
+            files and are read when they are picked. None loads all.
+        experts_per_token: experts that a token picks, instead of what the config says.
 
     Returns:
         The model, its config, and a report.
@@ -91,17 +99,24 @@ def load_checkpoint(
     known = catalog(*families)
     if isinstance(family, str):
         family = known.load(family)
-    plan = resolve(family or known.for_config(config), config)
+    budget = None if expert_memory is None else bytes_of(expert_memory)
+    family = family or known.for_config(config)
+    notices: list[str] = []
+    if experts_per_token is not None:
+        config = with_experts_per_token(family, config, experts_per_token)
+    if experts_per_token is not None or model_config:
+        notices = changed_top_k(family, checkpoint.config, config)
+    plan = resolve(family, config)
     if mtp:
         plan = add_prediction_layer(plan)
     check_sizes(plan, checkpoint)
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = build(args)
-    report = LoadReport(plan.family.family, list(checkpoint.notices))
+    report = LoadReport(plan.family.family, [*checkpoint.notices, *notices])
     report.dtype = compute
     with reading(checkpoint):
         try:
-            _fill(model, checkpoint, config, report, progress)
+            _fill(model, checkpoint, config, report, progress, budget)
         except (TensorError, QuantizationError) as error:
             raise error.within(checkpoint.parts) from error
         model.eval()
@@ -119,6 +134,7 @@ def _fill(
     config: dict[str, Any],
     report: LoadReport,
     progress: Progress | None,
+    budget: int | None,
 ) -> None:
     """Give every parameter its tensor, unevaluated; nothing else holds the checkpoint's arrays afterwards."""
     dense = _DTYPES.get(report.dtype or "", mx.bfloat16)
@@ -129,6 +145,12 @@ def _fill(
     own = _own_dtype(model, prepared.tensors)
     model.stored_dtype = next((name for name, each in _DTYPES.items() if each == own), None)
     tensors = cast_tensors(model, prepared.tensors, report.dtype)
+    if budget is not None:
+        memory, located = plan_experts(model, checkpoint, config, tensors, budget)
+        slotted = in_slots(memory, located)
+        containers = tuple(f"{layer.container}." for _, layer in slotted)
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(containers)}
+        put_slots(model, slotted)
     model.update(tree_unflatten(list(tensors.items())))
     if prepared.untied:
         heads.say_untied(model.plan, config)

@@ -24,11 +24,14 @@ from mlx_experts.engine.kernels import fused_kernel, many_rows_kernel
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.checkpoint_loader import cast_tensors, compute_dtype
+from mlx_experts.engine.loading.expert_memory import in_slots, plan_experts
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.models.model import ModelArgs
+from mlx_experts.engine.tools.process_memory import process_bytes
 from mlx_experts.engine.weights.audit import collapse
+from mlx_experts.engine.weights.in_place.budget import bytes_of
 from mlx_experts.engine.weights.pipeline import Prepared, prepare
 from mlx_experts.registry.catalog.catalog import names_of
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
@@ -41,9 +44,35 @@ from mlx_experts.registry.spec.family import Family
 ROWS = (1, 2, 8, 512)
 
 
+@dataclass(frozen=True)
+class ExpertMemory:
+    """What a budget for experts comes to.
+
+    Args:
+        budget: bytes.
+        least_budget: the smallest that runs.
+        slot_bytes, expert_bytes: bytes of the slots, and of all experts.
+        slots: fewest and most experts of a layer that are in memory together.
+        experts: the most experts of a layer.
+        process_bytes: what a process takes before a model is loaded.
+        peak_bytes: of a process that generates up to the context.
+    """
+
+    budget: int
+    least_budget: int
+    slot_bytes: int
+    expert_bytes: int
+    slots: tuple[int, int]
+    experts: int
+    process_bytes: int
+    peak_bytes: int
+
+
 @dataclass
 class Inspection:
     """Everything that can be told before loading.
+
+    With an expert memory, ``weight_bytes`` is what stays in memory: all but the experts, and the slots.
 
     Args:
         family: name of the family, and ``why`` it was chosen.
@@ -57,6 +86,7 @@ class Inspection:
         formats: quantisation formats with the modules that have them, counted.
         paths: for each number of rows, the path of the MoE layers and why.
         workspace_bytes: what one layer's path for many rows takes, at the most rows of ``paths``.
+        memory: the plan of an expert memory, where one was asked for.
     """
 
     family: str
@@ -84,6 +114,7 @@ class Inspection:
     formats: dict[str, int] = field(default_factory=dict)
     paths: list[dict[str, Any]] = field(default_factory=list)
     workspace_bytes: int = 0
+    memory: ExpertMemory | None = None
 
     @property
     def loadable(self) -> bool:
@@ -109,6 +140,7 @@ def inspect_checkpoint(
     dtype: str | None = None,
     family: Family | None = None,
     tensors_only: bool = False,
+    expert_memory: str | int | None = None,
 ) -> Inspection:
     """Look into a checkpoint without loading it.
 
@@ -119,10 +151,12 @@ def inspect_checkpoint(
         dtype: compute dtype, as in loading.
         family: use this family whatever the config says.
         tensors_only: stop after the audit of the tensors.
+        expert_memory: the budget to plan for, as in loading.
 
     Raises:
-        RegistryError: no family fits, or the config holds a value that cannot be.
+        RegistryError: the budget is too small, no family fits, or the config holds a value that cannot be.
     """
+    budget = None if expert_memory is None else bytes_of(expert_memory)
     config = checkpoint.config
     entry = None if family is not None else catalog(*families).resolve(config)
     chosen = family or catalog(*families).load(entry.name if entry else "")
@@ -150,7 +184,37 @@ def inspect_checkpoint(
     if prepared is not None and not tensors_only:
         result.cache_bytes = _cache_bytes(model, context)
         result.paths, result.workspace_bytes = _paths(model)
+        if budget is not None and result.loadable:
+            _plan_memory(model, checkpoint, prepared, result, budget, compute_dtype(dtype))
     return result
+
+
+def _plan_memory(
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    prepared: Prepared,
+    result: Inspection,
+    budget: int,
+    dtype: str | None,
+) -> None:
+    """Work out what a budget comes to, and what is in memory then."""
+    tensors = cast_tensors(model, prepared.tensors, dtype)
+    plan, located = plan_experts(model, checkpoint, checkpoint.config, tensors, budget)
+    slotted = in_slots(plan, located)
+    containers = tuple(f"{layer.container}." for _, layer in slotted)
+    resident = sum(value.nbytes for name, value in tensors.items() if not name.startswith(containers))
+    result.weight_bytes = resident + sum(slots * layer.size.bytes_each for slots, layer in slotted)
+    process = process_bytes(checkpoint.folder)
+    result.memory = ExpertMemory(
+        budget,
+        plan.least,
+        plan.bytes,
+        plan.whole,
+        (min(plan.slots), max(plan.slots)),
+        max(layer.experts for layer in plan.layers),
+        process,
+        process + result.weight_bytes + result.cache_bytes + result.workspace_bytes,
+    )
 
 
 def inspect(
@@ -161,6 +225,7 @@ def inspect(
     families: Iterable[str | Path] = (),
     family: str | None = None,
     dtype: str | None = None,
+    expert_memory: str | int | None = None,
 ) -> Inspection:
     """What a checkpoint would become, from its config.json and the headers of its tensor files alone.
 
@@ -171,9 +236,11 @@ def inspect(
         families: further folders with family files.
         family: use this family whatever the config says.
         dtype: compute dtype, as in :func:`mlx_experts.load`.
+        expert_memory: memory for experts to plan for, as in :func:`mlx_experts.load`.
 
     Raises:
-        RegistryError: no family fits, a file cannot be read, or the config holds a value that cannot be.
+        RegistryError: the expert memory is too small, no family fits, a file cannot be read, or the config
+            holds a value that cannot be.
     """
     if context < 1:
         raise SettingError("the context must have at least one token", found=str(context))
@@ -183,7 +250,14 @@ def inspect(
     opened = (
         Checkpoint.open(folder, complete=False) if folder else remote_checkpoint(str(path_or_repo), revision)
     )
-    return inspect_checkpoint(opened, context=context, families=folders, dtype=dtype, family=forced)
+    return inspect_checkpoint(
+        opened,
+        context=context,
+        families=folders,
+        dtype=dtype,
+        family=forced,
+        expert_memory=expert_memory,
+    )
 
 
 def _why(family: Family, config: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.tools.routing import Routing, Sums, blocks_of, digest_of
 from mlx_experts.registry.errors import ConfigError, SettingError
-from mlx_experts.registry.spec.values import Ref
+from mlx_experts.registry.resolve.config_keys import keys_of, put_key
 
 Measure = Literal["reap", "frequency", "unused"]
 Spread = Literal["even", "layer"]
@@ -143,45 +143,16 @@ def config_after(config: Mapping[str, Any], model: LanguageModel, cuts: Sequence
     Raises:
         ConfigError: the config does not state the number of experts under a key of its own.
     """
-    result: dict[str, Any] = dict(config)
     counts = {cut.layer: len(cut.kept) for cut in cuts}
     value: int | list[int] = next(iter(counts.values()))
     if len(set(counts.values())) > 1:
         value = [counts.get(i, layer.sizes.num_experts) for i, layer in enumerate(model.plan.layers)]
     keys = keys_of(model.plan.family.config.num_experts)
-    key = next((each for each in keys if _holder(result, each) is not None), None)
-    if key is None:
+    changed = put_key(config, keys, value)
+    if changed is None:
         raise ConfigError(
             "the config does not say how many experts there are",
             where="config.json",
             expected=" or ".join(keys) or "a key for the number of experts",
         )
-    _set(result, key, value)
-    return result
-
-
-def keys_of(value: object) -> tuple[str, ...]:
-    """The config keys that a value of a family file is read from."""
-    return value.keys if isinstance(value, Ref) else ()
-
-
-def _holder(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """The object that holds a dotted key, at the top or in the text settings."""
-    for start in (config, config.get("text_config"), config.get("llm_config")):
-        found: Any = start
-        *parents, leaf = key.split(".")
-        for part in parents:
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping) and found.get(leaf) is not None:
-            return found
-    return None
-
-
-def _set(config: dict[str, Any], key: str, value: object) -> None:
-    holder, leaf = _holder(config, key), key.rpartition(".")[2]
-    for parent in (config, *(v for v in config.values() if isinstance(v, dict))):
-        for name, each in list(parent.items()):
-            if isinstance(each, dict) and each is holder:
-                parent[name] = {**each, leaf: value}
-    if holder is config:
-        config[leaf] = value
+    return changed

@@ -18,6 +18,7 @@ from mlx_experts.engine.weights.tensor_tree import (
     StaysInPlace,
     Tensors,
     Tree,
+    gapless,
     module_tensors,
     name_of,
     put,
@@ -106,7 +107,7 @@ class SplitOperation:
                 if self.channels and value.ndim:
                     parts = mx.split(value, len(targets), axis=0)
                     for target, part in zip(targets, parts, strict=True):
-                        put(tensors, target, {suffix: mx.contiguous(part)})
+                        put(tensors, target, {suffix: gapless(part)})
                     continue
                 sizes = [tree.rows(t) for t in targets]
                 for target, part in zip(targets, self._cut(suffix, value, sizes, module), strict=True):
@@ -130,7 +131,7 @@ class SplitOperation:
             parts = []
             for i in range(count):
                 index[axis] = slice(i, None, count)
-                parts.append(mx.contiguous(value[tuple(index)]))
+                parts.append(gapless(value[tuple(index)]))
             return parts
         if self.groups == 1:
             return _slices(value, sizes, axis)
@@ -167,7 +168,7 @@ def _slices(value: mx.array, sizes: list[int], axis: int) -> list[mx.array]:
     for size in sizes:
         index = [slice(None)] * value.ndim
         index[axis] = slice(at, at + size)
-        parts.append(mx.contiguous(value[tuple(index)]))
+        parts.append(gapless(value[tuple(index)]))
         at += size
     return parts
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_experts.engine.weights.conversion_ops import SplitOperation
-from mlx_experts.engine.weights.tensor_tree import Tensors, Tree, module_tensors, name_of, put, take
+from mlx_experts.engine.weights.tensor_tree import Tensors, Tree, gapless, module_tensors, name_of, put, take
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.spec import checkpoint as spec
 from mlx_experts.registry.spec.path_pattern import PathPattern
@@ -290,7 +290,7 @@ def _turn(values: dict[str, mx.array], turn: bool) -> dict[str, mx.array]:
 
 
 def _copied(values: dict[str, mx.array]) -> dict[str, mx.array]:
-    return {suffix: mx.contiguous(value) for suffix, value in values.items()}
+    return {suffix: gapless(value) for suffix, value in values.items()}
 
 
 def _from_stacked(layout: spec.Stacked, stack: ExpertStack, tensors: Tensors, tree: Tree) -> None:
@@ -358,7 +358,7 @@ def _from_flat(layout: spec.Flat, stack: ExpertStack, tensors: Tensors, tree: Tr
             put(
                 tensors,
                 stack.module(i),
-                {suffix: mx.contiguous(cube.swapaxes(-1, -2)) if down and layout.down_transposed else cube},
+                {suffix: gapless(cube.swapaxes(-1, -2)) if down and layout.down_transposed else cube},
             )
 
 

@@ -77,7 +77,7 @@ def placeholder(info: TensorInfo) -> mx.array:
     Raises:
         CheckpointError: the dtype has no form in MLX.
     """
-    return mx.zeros(array_shape(info), dtype=_dtype(info))
+    return mx.zeros(array_shape(info), dtype=array_dtype(info))
 
 
 def stored_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
@@ -105,7 +105,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _load_file(file: str, infos: list[TensorInfo]) -> dict[str, mx.array]:
-    wanted = {info.name: _dtype(info) for info in infos}
+    wanted = {info.name: array_dtype(info) for info in infos}
     header = _check_unchanged(file, infos)
     if any(info.dtype in _OWN_DTYPES for info in header.tensors.values()):
         return _read_file(file, infos)
@@ -152,10 +152,15 @@ def _array(raw: bytes, info: TensorInfo) -> mx.array:
         with np.errstate(over="ignore"):
             return mx.array(np.frombuffer(raw, np.float64).reshape(info.shape).astype(np.float32))
     shape = array_shape(info)
-    return mx.array(np.frombuffer(raw, np.uint8)).view(_dtype(info)).reshape(shape)
+    return mx.array(np.frombuffer(raw, np.uint8)).view(array_dtype(info)).reshape(shape)
 
 
-def _dtype(info: TensorInfo) -> mx.Dtype:
+def array_dtype(info: TensorInfo) -> mx.Dtype:
+    """The dtype that ``load_arrays`` gives a tensor.
+
+    Raises:
+        CheckpointError: it has no form in MLX.
+    """
     known = _MLX_DTYPES | _OWN_DTYPES
     if info.dtype not in known:
         raise CheckpointError(

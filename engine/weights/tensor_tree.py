@@ -6,7 +6,9 @@ does nothing where that is absent; a partial source is an error, so nothing is e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +19,23 @@ from mlx_experts.registry.errors import TensorError
 Tensors = dict[str, mx.array]
 SUFFIXES = ("weight", "scales", "biases", "bias", "global_scale")
 """What the tensors of one module are called, quantised or not."""
+
+_VIEWS = ContextVar("views", default=False)
+
+
+@contextmanager
+def views_only() -> Iterator[None]:
+    """Inside, :func:`gapless` leaves views as they are, for who wants to know what they look at."""
+    token = _VIEWS.set(True)
+    try:
+        yield
+    finally:
+        _VIEWS.reset(token)
+
+
+def gapless(value: mx.array) -> mx.array:
+    """A copy of a view, so that kernels read rows without gaps and what it was cut from is not kept."""
+    return value if _VIEWS.get() else mx.contiguous(value)
 
 
 @dataclass(frozen=True)

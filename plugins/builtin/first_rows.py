@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_experts.engine.layers.options import read_options
-from mlx_experts.engine.weights.tensor_tree import StaysInPlace, Tensors, Tree, module_tensors, name_of
+from mlx_experts.engine.weights.tensor_tree import (
+    StaysInPlace,
+    Tensors,
+    Tree,
+    gapless,
+    module_tensors,
+    name_of,
+)
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.spec.path_pattern import PathPattern
 from mlx_experts.registry.spec.values import Spec
@@ -36,7 +41,7 @@ class FirstRows(StaysInPlace):
             rows = tree.rows(module)
             for suffix, value in module_tensors(tensors, module).items():
                 if suffix != "global_scale" and value.ndim and value.shape[0] > rows:
-                    tensors[name_of(module, suffix)] = mx.contiguous(value[:rows])
+                    tensors[name_of(module, suffix)] = gapless(value[:rows])
         return False
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_experts.engine.layers.options import read_options
-from mlx_experts.engine.weights.tensor_tree import StaysInPlace, Tensors, Tree, put
+from mlx_experts.engine.weights.tensor_tree import StaysInPlace, Tensors, Tree, gapless, put
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.spec.path_pattern import PathPattern
 from mlx_experts.registry.spec.values import Spec
@@ -42,8 +40,8 @@ class SharedRowOperation(StaysInPlace):
                 if not value.ndim or value.shape[0] != experts + 1:
                     continue
                 # Copies, so that the whole can be released.
-                tensors[name] = mx.contiguous(value[:experts])
-                put(tensors, target + name[len(source) :], {"": mx.contiguous(value[experts])})
+                tensors[name] = gapless(value[:experts])
+                put(tensors, target + name[len(source) :], {"": gapless(value[experts])})
                 done = True
         return done
 

@@ -54,6 +54,7 @@ VERBS: dict[str, Verb] = {
     "run": Verb("models.run_", "run", _PASSED_ON),
     "routing": Verb("models.routing", "routing"),
     "prune": Verb("models.prune", "prune"),
+    "pack": Verb("models.pack", "pack"),
     "bench": Verb("devices.bench", "bench"),
     "tune": Verb("devices.tune", "tune"),
 }

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
     SCALES,
     BIASES,  # 0 when the format has none
     BIAS,  # float32 [E, rows], or 0
-    FACTOR,  # float32 [E], or 0
+    SCALE_OF_ALL,  # nvfp4's global scale, float32 [E], or 0
     PLANE_SCALES,  # float32 [P]
     ROWS,
     BLOCKS,  # blocks a row (n)
@@ -43,6 +43,7 @@ LINE = 16  # floats of a cache line
 TILE, LOW_TILE = 16, 4  # rows of weights that are decoded at once; few while they serve few inputs
 LOW_UP_TO = 12  # inputs
 DEPTH = 1024  # floats of a row that are multiplied at once, so that six inputs stay in the nearest cache
+NVFP4_LARGEST = 6 * 448  # what decoded weights are divided by beside their global scale
 FEW = 3  # inputs up to which reading packed rows again costs less than decoding them
 
 _FLOAT, _LONG = ir.FloatType(), ir.IntType(64)
@@ -124,6 +125,12 @@ def _room(rows, columns):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy", nogil=True)
+def _factor(stack, expert):  # type: ignore[no-untyped-def]
+    """What the products of an expert with a global scale are multiplied by."""
+    return _read(stack[SCALE_OF_ALL], expert) / np.float32(NVFP4_LARGEST)
+
+
+@njit(error_model="numpy", nogil=True)
 def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped-def]
     """``count`` rows of one expert times the input, with its factor and its biases, into ``out``."""
     at = expert * stack[ROWS] + first
@@ -141,9 +148,9 @@ def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped
         stack[BLOCKS],
         out.ctypes.data,
     )
-    if stack[FACTOR] != 0:
+    if stack[SCALE_OF_ALL] != 0:
         for row in range(count):
-            out[row] *= _read(stack[FACTOR], expert)
+            out[row] *= _factor(stack, expert)
     if stack[BIAS] != 0:
         for row in range(count):
             out[row] += _read(stack[BIAS], at + row)
@@ -275,8 +282,8 @@ def _tile(stack, dot, expert, first, count, scratch, inputs, outputs, column):  
 @njit(error_model="numpy", nogil=True)
 def _completed(stack, expert, row, value):  # type: ignore[no-untyped-def]
     """A product of one row with the factor and the bias that its matrix has."""
-    if stack[FACTOR] != 0:
-        value *= _read(stack[FACTOR], expert)
+    if stack[SCALE_OF_ALL] != 0:
+        value *= _factor(stack, expert)
     if stack[BIAS] != 0:
         value += _read(stack[BIAS], expert * stack[ROWS] + row)
     return value
@@ -316,30 +323,37 @@ def _linear(stack, dot, parts, x, out):  # type: ignore[no-untyped-def]
 
 
 def _run_many(  # type: ignore[no-untyped-def]
-    gated, gate, up, down, act, alpha, limit, num_experts, dot, parts, x, indices, weights, out
-):
-    """Fill ``out`` [T, H] for T tokens; returns -1, or the position of the first index that is no expert.
+    gated, gate, up, down, act, alpha, limit, num_experts, dot, parts, turn, some_left, x, indices, weights,
+    out
+):  # fmt: skip
+    """Add to ``out`` [T, H] for T tokens; returns -1, or the position of the first index that is no expert.
 
     The pairs of a token and an expert are ordered by expert. Each part of the work takes its share of the
     rows of every matrix in use, so that all threads have as much to do however the tokens are spread over the
-    experts, and adds to an output in the order of the experts.
+    experts, and adds to an output in the order of ``turn``, which names the experts of this call. With
+    ``some_left`` an index of -1 is a pair of another call.
     """
     tokens, top_k = indices.shape
-    h, f, pairs = x.shape[1], up[ROWS], indices.size
-    flat = indices.reshape(pairs)
+    h, f = x.shape[1], up[ROWS]
+    flat = indices.reshape(indices.size)
     begins = np.zeros(num_experts + 1, np.int64)
-    for pair in range(pairs):
+    pairs = 0
+    for pair in range(flat.size):
+        if some_left and flat[pair] == -1:
+            continue
         if flat[pair] < 0 or flat[pair] >= num_experts:
             return pair
         begins[flat[pair] + 1] += 1
+        pairs += 1
     most = 0
     for e in range(num_experts):
         most = max(most, begins[e + 1])
         begins[e + 1] += begins[e]
     order, filled = np.empty(pairs, np.int64), begins.copy()
-    for pair in range(pairs):
-        order[filled[flat[pair]]] = pair
-        filled[flat[pair]] += 1
+    for pair in range(flat.size):
+        if flat[pair] >= 0:
+            order[filled[flat[pair]]] = pair
+            filled[flat[pair]] += 1
 
     planes_up, sums_up = _room(tokens, h), np.empty((tokens, up[BLOCKS]), np.float32)
     planes_gate, sums_gate = _room(tokens, h), np.empty((tokens, gate[BLOCKS]), np.float32)
@@ -351,7 +365,6 @@ def _run_many(  # type: ignore[no-untyped-def]
         if gated:
             _lay_out(gate, x[t], 0, h, planes_gate[t], sums_gate[t])
             _spread(gate, x[t], spread_gate[t])
-        out[t, :] = 0
 
     hidden = _room(pairs, down[PADDED])
     hidden_sums = np.empty((pairs, down[BLOCKS]), np.float32)
@@ -363,7 +376,7 @@ def _run_many(  # type: ignore[no-untyped-def]
         u, g = np.empty((most, step), np.float32), np.empty((most, step), np.float32)
         to_u, to_g = _addresses(u), _addresses(g)
         from_up, from_gate = _addresses(spread_up)[order // top_k], _addresses(spread_gate)[order // top_k]
-        for e in range(num_experts):
+        for e in turn:
             begin, number = begins[e], begins[e + 1] - begins[e]
             if number == 0:
                 continue
@@ -405,7 +418,7 @@ def _run_many(  # type: ignore[no-untyped-def]
         scratch = _room(TILE, down[PADDED])
         y = np.empty((most, ROWS_AT_ONCE), np.float32)
         to_y, from_hidden = _addresses(y), _addresses(hidden)
-        for e in range(num_experts):
+        for e in turn:
             begin, end = begins[e], begins[e + 1]
             number = end - begin
             if number == 0:

@@ -37,6 +37,7 @@ class _Layout:
     constants: tuple[np.float32, np.float32]
     count: int
     bytes_each: int
+    order: np.ndarray
 
     @classmethod
     def of(cls, experts: ExpertWeights) -> _Layout:
@@ -52,10 +53,23 @@ class _Layout:
             constants=(np.float32(activation.alpha), np.float32(activation.limit)),
             count=count,
             bytes_each=sum(a.nbytes for s in experts.stacks() for a in s.arrays()) // count,
+            order=np.arange(count),
         )
 
-    def run(self, x: np.ndarray, chosen: np.ndarray, shares: np.ndarray, out: np.ndarray) -> None:
+    def run(
+        self,
+        x: np.ndarray,
+        chosen: np.ndarray,
+        shares: np.ndarray,
+        out: np.ndarray,
+        turn: np.ndarray | None = None,
+        some_left: bool = False,
+    ) -> None:
         """Fill ``out`` [T, H] from the tokens' rows [T, H], their experts and their shares [T, K].
+
+        Args:
+            turn: the experts in the order in which several tokens' sums add them; None for their own.
+            some_left: add to ``out``, where -1 stands for an expert that another run adds.
 
         Raises:
             IndexError: an index is not an expert.
@@ -67,7 +81,10 @@ class _Layout:
         if len(x) == 1:
             bad = start.run(driver.one_token, large, *layer, x[0], chosen[0], shares[0], out[0])
         else:
-            how = (stacks.dot_function().address, start.parts() if large else 1)
+            if not some_left:
+                out[...] = 0
+            parts = start.parts() if large else 1
+            how = (stacks.dot_function().address, parts, self.order if turn is None else turn, some_left)
             bad = start.run(driver.many_tokens, large, *layer, *how, x, chosen, shares, out)
         if bad >= 0:
             raise IndexError(f"expert {chosen.reshape(-1)[bad]} of {self.count}")
@@ -161,7 +178,14 @@ class FusedExperts:
         rows, chosen, shares = map(stacks.rows_of, inputs)
         out = stacks.fresh(x.shape)
         flat = out.reshape(rows.shape)
-        layer.routed.run(rows, chosen, shares, flat)
+        slots = self._experts.slots
+        if slots is None:
+            layer.routed.run(rows, chosen, shares, flat)
+        else:
+            with slots.lock:
+                flat[...] = 0
+                for part in slots.parts(chosen):
+                    layer.routed.run(rows, part.slots, shares, flat, part.turn, not part.alone)
         if layer.shared is not None:
             layer.shared.add(rows, flat)
         return mx.array(out).astype(x.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_experts.engine.kernels.expert_weights import Stack, global_factor
+from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.request import Decline, Projection
 
 
@@ -76,6 +76,13 @@ def held(*arrays: mx.array | None) -> list[mx.array]:
     return holders
 
 
+def _as_floats(array: mx.array | None) -> np.ndarray:
+    """A small array as float32, in its own place where it is that already; empty for None."""
+    if array is None or array.dtype != mx.float32 or not memoryview(array).c_contiguous:  # type: ignore[arg-type]
+        return float32(array)
+    return np.array(array, copy=False)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """One stack as the driver reads it, and what must stay alive while it may be called."""
@@ -95,8 +102,7 @@ def plan(stack: Stack) -> Plan:
     decode = None if as_stored else decode_function(kind_of(p))
     blocks = blocks_of(p)
     plane_scales = np.array(blocks.scales, np.float32)
-    bias = float32(stack.bias)
-    factor = float32(None if stack.global_scale is None else global_factor(stack.global_scale))
+    bias, scale = _as_floats(stack.bias), _as_floats(stack.global_scale)
     planes = (stack.weight, stack.scales, stack.biases)
     row_bytes = [0 if a is None else a.itemsize * a.shape[-1] for a in planes]
     begins = [
@@ -106,7 +112,7 @@ def plan(stack: Stack) -> Plan:
         function.address,
         *begins,
         bias.ctypes.data + stack.first * bias.itemsize if bias.size else 0,
-        factor.ctypes.data if factor.size else 0,
+        scale.ctypes.data if scale.size else 0,
         plane_scales.ctypes.data,
         p.rows,
         p.cols // blocks.weights,
@@ -116,7 +122,7 @@ def plan(stack: Stack) -> Plan:
         -(-p.cols // PADDING) * PADDING,
     ]
     copied = held(stack.bias, stack.global_scale)
-    return Plan(np.array(numbers, np.int64), (function, decode, plane_scales, bias, factor, *copied))
+    return Plan(np.array(numbers, np.int64), (function, decode, plane_scales, bias, scale, *copied))
 
 
 TRANSFORMED = Decline(

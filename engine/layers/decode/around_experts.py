@@ -73,6 +73,10 @@ class AroundExperts:
         moe, width = self.moe, self.router.dims
         if type(moe) is not MoE or not moe.plain or moe.biased:
             return Decline("block", "experts whose sum is the block's", "more steps", "It runs as it is.")
+        if moe.slots is not None:
+            return Decline(
+                "expert memory", "experts in memory", "slots", "What is picked is looked up first."
+            )
         if moe.observed:
             return Decline("observer", "none", "one", "Whoever counts the picks sees them layer by layer.")
         beside = moe.beside(self.shared) if self.shared is not None else None

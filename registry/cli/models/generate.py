@@ -50,6 +50,12 @@ def generate(
         bool, typer.Option("--adaptive-draft/--always-draft", help="End drafting where it loses time.")
     ] = True,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of LoRA adapters.")] = None,
+    expert_memory: Annotated[
+        str | None, typer.Option("--expert-memory", help="Memory for experts, such as 4GB; others are read.")
+    ] = None,
+    experts_per_token: Annotated[
+        int | None, typer.Option("--experts-per-token", help="Experts that a token picks.")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     families: Families = None,
     plugin: Plugins = None,
@@ -67,6 +73,7 @@ def generate(
 
     from mlx_experts import load, stream_generate
     from mlx_experts import trace as counts
+    from mlx_experts.engine.dispatch.trace import memory_line
     from mlx_experts.registry.cli.progress import shard_progress
 
     if seed is not None:
@@ -82,6 +89,8 @@ def generate(
             family=family,
             progress=progress,
             mtp=mtp,
+            expert_memory=expert_memory,
+            experts_per_token=experts_per_token,
         )
     text = _text(prompt)
     tokens = _tokens(tokenizer, text, system, raw)
@@ -132,6 +141,8 @@ def generate(
     if trace:
         rows = [(r.layer, r.path, r.rows, r.reason, r.count, r.note) for r in counts.table()]
         print_table("experts", ("layers", "path", "rows", "reason", "calls", "note"), rows)
+    if counts.memory():
+        console().print(f"[dim]{memory_line(counts.memory_total())}[/dim]")
 
 
 def _drafts(
@@ -223,4 +234,5 @@ def _result(text: str, last: Any, counts: Any) -> dict[str, Any]:
         "peak_memory_gb": last.peak_memory if last else 0.0,
         "finish_reason": last.finish_reason if last else None,
         "trace": [asdict(row) for row in counts.snapshot()],
+        **({"expert_memory": [asdict(row) for row in counts.memory()]} if counts.memory() else {}),
     }

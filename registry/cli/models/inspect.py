@@ -17,6 +17,10 @@ def inspect(
     context: Annotated[int, typer.Option("--context", help="Tokens to size the cache for.")] = 4096,
     family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Compute dtype.")] = None,
+    expert_memory: Annotated[
+        str | None,
+        typer.Option("--expert-memory", help="Plan for this much memory for experts, such as 4GB."),
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit.")] = None,
     json: Json = False,
     families: Families = None,
@@ -29,7 +33,13 @@ def inspect(
     from mlx_experts.engine.tools.inspect import inspect as inspect_path
 
     result = inspect_path(
-        checkpoint, context=context, revision=revision, families=families or (), family=family, dtype=dtype
+        checkpoint,
+        context=context,
+        revision=revision,
+        families=families or (),
+        family=family,
+        dtype=dtype,
+        expert_memory=expert_memory,
     )
     if json:
         print_json(result.to_dict())
@@ -68,6 +78,17 @@ def _print(r: Inspection) -> None:
     print_table("tensors", ("state", "pattern"), tensors)
     if r.weight_bytes:
         _print_sizes(r)
+    if r.memory is not None:
+        from mlx_experts.engine.weights.in_place.budget import words
+
+        m = r.memory
+        few, many = m.slots
+        held = str(few) if few == many else f"{few} to {many}"
+        out.print(
+            f"experts: {_size(m.slot_bytes)} of {_size(m.expert_bytes)} in memory, {held} of {m.experts} a "
+            f"layer; the smallest budget that runs is {words(m.least_budget)}"
+        )
+        out.print(f"peak memory: {_size(m.peak_bytes)}, with {_size(m.process_bytes)} of the process itself")
     if r.paths:
         print_table(
             "experts",
