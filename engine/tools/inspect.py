@@ -29,7 +29,7 @@ from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.models.model import ModelArgs
-from mlx_experts.engine.tools.process_memory import process_bytes
+from mlx_experts.engine.tools.memory.process_memory import process_bytes
 from mlx_experts.engine.weights.audit import collapse
 from mlx_experts.engine.weights.in_place.budget import bytes_of
 from mlx_experts.engine.weights.pipeline import Prepared, prepare

@@ -28,8 +28,8 @@ def pack(
 
     Example: registry pack path/to/model --bits 4 --output packed
     """
-    from mlx_experts.engine.tools.pack import Quantised
-    from mlx_experts.engine.tools.pack import pack as write
+    from mlx_experts.engine.tools.memory.pack import Quantised
+    from mlx_experts.engine.tools.memory.pack import pack as write
     from mlx_experts.registry.checkpoint.hub import resolve_path
     from mlx_experts.registry.cli.progress import shard_progress
 

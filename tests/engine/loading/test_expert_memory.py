@@ -20,7 +20,7 @@ from mlx_experts import load, load_model, save_model, stream_generate, trace
 from mlx_experts.engine.dispatch.trace import memory_line
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.tools.inspect import inspect
-from mlx_experts.engine.tools.pack import Quantised, pack
+from mlx_experts.engine.tools.memory.pack import Quantised, pack
 from mlx_experts.engine.tools.routing import blocks_of, record_routing
 from mlx_experts.registry.cli import run
 from mlx_experts.registry.errors import CheckpointError, ConfigError, SettingError
