@@ -103,11 +103,11 @@ class Settings(BaseSettings):
             "a whole number", "4096 on Metal, no bound elsewhere, or what `registry tune` found"
         ),
     )
-    pieces: Switch = Field(
-        False,
-        description="Whether one token on a GPU runs as compiled pieces of a layer. Off, because no device's "
+    pieces: Annotated[bool | None, BeforeValidator(_is_on)] = Field(
+        None,
+        description="Whether one token on a GPU runs as compiled pieces of a layer. Off on Metal, where no "
         "receipt shows yet what they gain.",
-        json_schema_extra=_page("anything but 0, false, off, no", "off"),
+        json_schema_extra=_page("0, false, off, no switch off; anything else on", "on with CUDA"),
     )
     cpu_threads: WholeNumber = Field(
         None,

@@ -111,5 +111,5 @@ def resolve(device: Device, fused: bool | None = None, *, tuned: Tuned | None = 
     measured, source = ({}, f"default for {device}") if tuned is None else (tuned.bounds, tuned.source)
     if asked.fused_max_dff is not None:
         source = WIDTH_BOUND
-    pieces = enabled and asked.pieces
+    pieces = enabled and (device == "cuda" if asked.pieces is None else asked.pieces)
     return Policy(enabled, asked.fused_max_dff, switched_by, source, measured, _DEFAULTS[device], pieces)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights
+from mlx_experts.engine.kernels.gpu.joined import Joined, reading
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, down_arrays, up_arrays
 
 _Step = Callable[..., mx.array]
@@ -36,6 +37,7 @@ class FusedPair:
 
     Args:
         plan: the launches for a top-k, and for several tokens where its second argument is true.
+        joined: where launches find the arrays that lie in one.
         options: passed to every launch, for tests.
     """
 
@@ -43,6 +45,7 @@ class FusedPair:
     experts: ExpertWeights
     dtype: mx.Dtype
     plan: Callable[[int, bool], Pair]
+    joined: Sequence[Joined] = ()
     options: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -52,7 +55,10 @@ class FusedPair:
     def _step(
         self, launch: Launch, tokens: list[mx.Dtype], shape: tuple[int, ...], out: mx.Dtype, count: int
     ) -> _Step:
-        held = [self._arrays[name] for name in launch.inputs[len(tokens) :]]
+        given = launch.inputs[: len(tokens)]
+        named = dict.fromkeys(given) | {name: self._arrays[name] for name in launch.inputs[len(tokens) :]}
+        launch, arrays = reading(launch, named, self.joined)
+        held = [array for array in arrays.values() if array is not None]
         dtypes = [*tokens, *(a.dtype for a in held), out]
         run = launch.make(self.backend, dtypes, [shape], count, **self.options)
         return lambda *token: run([*token, *held])[0]

@@ -116,7 +116,9 @@ def unit(p: Projection, halves: int) -> int:
     if not p.group_size:
         return 1
     columns = 8 // halves * max(p.group_size * wide(p), CHUNK) // STEP
-    return min(4 // halves, columns, max(1, 16 // code_bits(p)))
+    most = min(4 // halves, columns, max(1, 16 // code_bits(p)))
+    # A power of two: a lane reads the scales of two neighbouring groups at once.
+    return 1 << most.bit_length() - 1
 
 
 def units(p: Projection, halves: int) -> int:

@@ -12,15 +12,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.kernels.expert_weights import Stack
+from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.pieces import head_turns, row_product
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention, query_temperature
 from mlx_experts.engine.layers.decode.matrices import dense, launched, norm_of, on_gpu, unread
-from mlx_experts.engine.layers.decode.steps import Call, Over, Pure, Run, Values
-from mlx_experts.engine.layers.decode.twins import Twins
+from mlx_experts.engine.layers.decode.steps import Call, Pure, Run, Values
+from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.module_tree import find
 
@@ -45,6 +47,7 @@ class AroundAttention:
         post: norm of the branch, or None.
         factor: on the branch when it is added.
         added: factor on the branch ``b`` of the layer before, which is not yet added; None: there is none.
+        joined: arrays of the attention that lie in one.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class AroundAttention:
         post: nn.Module | None,
         factor: float,
         added: float | None,
+        joined: Sequence[Joined] = (),
     ) -> None:
+        self.joined = joined
         self.at, self.norm, self.attention, self.post = at, norm, attention, post
         self.factor, self.added = factor, added
         spec = attention._spec
@@ -73,7 +78,7 @@ class AroundAttention:
             "projections",
             ("x", *branch, f"p{self.at}"),
             (*stream, "q", "k", "v", *gate),
-            Twins(*kept, without=(self.out,)),
+            Watched(*kept, without=(self.out,)),
             self._plain_before,
             lambda: on_gpu(device) or self._prepare_before(device, dtype),
         )
@@ -86,7 +91,7 @@ class AroundAttention:
             "output",
             ("a", *gate, "x"),
             ("x",),
-            Twins(self.attention, *([] if self.post is None else [self.post]), without=others),
+            Watched(self.attention, *([] if self.post is None else [self.post]), without=others),
             self._plain_after,
             lambda: on_gpu(device) or self._prepare_after(device, dtype),
         )
@@ -103,7 +108,7 @@ class AroundAttention:
         def attend(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
             cache, q = caches[at], values["q"]
             mask = visible(state, values["x"], cache, bound)  # type: ignore[arg-type]
-            k, v = cache.update_and_fetch(values["k"], values["v"])
+            k, v = extended(cache, values["k"], values["v"])
             if sinks is None and not wide:
                 values["a"] = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
                 return
@@ -226,18 +231,18 @@ class AroundAttention:
         if objection is not None:
             return objection
         backend = row_product.backend_of(device)
-        product = row_product.build(first, backend, device, dtype)
-        turns = head_turns.build(_rows(asked, names), backend, device, dtype) if apart else None
+        product = row_product.build(first, backend, device, dtype, join=True).reading(self.joined)
+        turns = head_turns.build(_rows(asked, names), backend, device, dtype, join=True) if apart else None
         spec, gated, added = attention._spec, self.gate is not None, self.added
 
-        def run(over: Over, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
             position = rest[-1]
-            made = launched(product, over, {"x": x, "branch": rest[0], "offset": position})
+            made = launched(product, {"x": x, "branch": rest[0], "offset": position})
             values = {name: made[f"y{i}"] for i, name in enumerate(names) if f"y{i}" in made}
             if "g0" in made:
                 values["g"] = made["g0"]
             if turns is not None:
-                turned = launched(turns, over, {**values, "offset": position})
+                turned = launched(turns, {**values, "offset": position})
                 values |= {name.removeprefix("out_"): y for name, y in turned.items()}
             q = values["q"].reshape(1, attention.heads, 1, attention.head_dim)
             k = values["k"].reshape(1, attention.kv_heads, 1, attention.head_dim)
@@ -266,18 +271,34 @@ class AroundAttention:
         objection = row_product.check(asked)
         if objection is not None:
             return objection
-        product = row_product.build(asked, row_product.backend_of(device), device, dtype)
+        backend = row_product.backend_of(device)
+        product = row_product.build(asked, backend, device, dtype, join=True).reading(self.joined)
 
-        def run(over: Over, modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
             x = rest[-1]
             given = {"x": a.reshape(1, 1, asked.width), "gate": rest[0], "residual": x}
-            y = launched(product, over, given)["y0"]
+            y = launched(product, given)["y0"]
             if post is None:
                 return (y,)
             y = modules[1](y)
             return (x + (y if factor == 1.0 else y * factor),)
 
         return run
+
+
+def extended(cache: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    """What ``cache.update_and_fetch`` gives for one token, with fewer words to Python where there is room.
+
+    mlx-lm's plain cache is two arrays with room for more tokens and a count of those that are there.
+    """
+    if type(cache) is not KVCache or cache.keys is None or cache.offset >= cache.keys.shape[2]:
+        made: tuple[mx.array, mx.array] = cache.update_and_fetch(k, v)
+        return made
+    keys, values, at = cache.keys, cache.values, cache.offset
+    cache.offset = end = at + 1
+    keys[:, :, at:end] = k
+    values[:, :, at:end] = v
+    return keys[:, :, :end], values[:, :, :end]
 
 
 def _apart(asked: RowProduct) -> tuple[RowProduct, bool]:

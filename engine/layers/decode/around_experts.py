@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_experts.engine.dispatch.expert_dispatch import Decision
 from mlx_experts.engine.dispatch.router_eligibility import steps_of
 from mlx_experts.engine.kernels import activations, gather
+from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair
 from mlx_experts.engine.kernels.gpu.pieces import routed_experts, routing, row_product
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
@@ -26,12 +27,10 @@ from mlx_experts.engine.layers.decode.matrices import (
     launched,
     norm_of,
     on_gpu,
-    over_experts,
-    over_piece,
     unread,
 )
-from mlx_experts.engine.layers.decode.steps import Over, Pure, Run
-from mlx_experts.engine.layers.decode.twins import Twins
+from mlx_experts.engine.layers.decode.steps import Pure, Run
+from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.layers.module_tree import find
 from mlx_experts.engine.layers.moe import MoE
@@ -53,6 +52,7 @@ class AroundExperts:
         after: norms of the branch, in order.
         shared: a shared expert that lives in the layer.
         added: factor on the branch ``b`` that is not yet added; None: there is none.
+        joined: arrays of these modules that lie in one.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class AroundExperts:
         after: Sequence[nn.Module],
         shared: nn.Module | None,
         added: float | None,
+        joined: Sequence[Joined] = (),
     ) -> None:
+        self.joined = joined
         self.norm, self.moe, self.after, self.lent, self.added = norm, moe, list(after), shared, added
         self.container = find(moe, moe.experts_path)
         self.shared = shared or (find(moe, moe._shared.path) if moe._shared is not None else None)
@@ -94,7 +96,7 @@ class AroundExperts:
             "router and experts",
             ("x", *branch),
             (*stream, "b"),
-            Twins(*kept, *others),
+            Watched(*kept, *others),
             partial(self._plain_both, device),
             lambda: self._prepare_both(device, dtype, decide()),
             tallies=(decision.tally,),
@@ -106,7 +108,7 @@ class AroundExperts:
             "router",
             ("x", *branch),
             (*stream, "n", "i", "w"),
-            Twins(*kept, without=lone),
+            Watched(*kept, without=lone),
             partial(self._plain_route, device),
             lambda: why,
         )
@@ -114,7 +116,7 @@ class AroundExperts:
             "experts",
             ("n", "i", "w"),
             ("b",),
-            Twins(moe, *others),
+            Watched(moe, *others),
             self._plain_experts,
             lambda: self._prepare_experts(decide()),
             tallies=(decision.tally,),
@@ -151,7 +153,8 @@ class AroundExperts:
         if objection is not None:
             return objection
         backend = row_product.backend_of(device)
-        return routing.build(matrix, norm, steps, backend, dtype, added=self.added)
+        built = routing.build(matrix, norm, steps, backend, dtype, added=self.added, join=True)
+        return built.reading(self.joined)
 
     def _prepare_both(self, device: Device, dtype: mx.Dtype, decision: Decision) -> Run | Decline:
         """The experts read what the routing launch wrote as one array."""
@@ -162,20 +165,20 @@ class AroundExperts:
             return Decline("experts", "two launches of a GPU", "another kernel", "They run apart.")
         if self.shared is not None and not decision.adds_shared:
             return Decline("shared", "an expert that the launches add", "one apart", decision.tally.note)
-        bias_path, top_k, after = self.router.bias_path, self.router.top_k, len(self.after)
+        bias_path, after = self.router.bias_path, len(self.after)
+        experts = routed_experts.build(replace(pair, joined=self.joined), route, self.router.top_k)
 
-        def run(over: Over, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-            piece, moe = over_piece(route, over), self._parts(modules)[1]
+        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+            moe = self._parts(modules)[1]
             bias = find(moe, bias_path) if bias_path else None
             given: dict[str, Any] = {"x": x, "branch": rest[0] if rest else None, "bias": bias}
-            (routed,) = piece.run(*(given[name] for name in piece.tokens))
-            held = replace(pair, experts=over_experts(pair.experts, over))
-            y = routed_experts.build(held, piece, top_k)(routed)
+            (routed,) = route.run(*(given[name] for name in route.tokens))
+            y = experts(routed)
             for norm in modules[len(modules) - after :]:
                 y = norm(y)
             if self.added is None:
                 return (y,)
-            stream = dict(zip(piece.outputs, piece.views([routed]), strict=True))["stream"]
+            stream = dict(zip(route.outputs, route.views([routed]), strict=True))["stream"]
             return stream, y
 
         return run
@@ -184,14 +187,11 @@ class AroundExperts:
         fused, adds_shared = decision.run, decision.adds_shared
         if fused is None:
             return Decline(decision.tally.key.reason, "the fused experts", decision.tally.note, "None.")
+        if isinstance(fused, FusedPair):
+            fused = replace(fused, joined=self.joined)
 
-        def run(
-            over: Over, modules: Sequence[Any], n: mx.array, i: mx.array, w: mx.array
-        ) -> tuple[mx.array, ...]:
-            kernel = fused
-            if isinstance(kernel, FusedPair):
-                kernel = replace(kernel, experts=over_experts(kernel.experts, over))
-            y = kernel(n, i, w)
+        def run(modules: Sequence[Any], n: mx.array, i: mx.array, w: mx.array) -> tuple[mx.array, ...]:
+            y = fused(n, i, w)
             assert not isinstance(y, Decline)
             return (self._finish(modules, y, n, adds_shared),)
 
@@ -234,11 +234,18 @@ class AroundMLP:
         mlp: its module.
         after: norms of the branch, in order.
         added: factor on the branch ``b`` that is not yet added; None: there is none.
+        joined: arrays of these modules that lie in one.
     """
 
     def __init__(
-        self, norm: nn.Module | None, mlp: MLP, after: Sequence[nn.Module], added: float | None
+        self,
+        norm: nn.Module | None,
+        mlp: MLP,
+        after: Sequence[nn.Module],
+        added: float | None,
+        joined: Sequence[Joined] = (),
     ) -> None:
+        self.joined = joined
         self.norm, self.mlp, self.after, self.added = norm, mlp, list(after), added
 
     def steps(self, device: Device, dtype: mx.Dtype) -> list[Pure]:
@@ -250,7 +257,7 @@ class AroundMLP:
                 "mlp",
                 ("x", *branch),
                 (*stream, "b"),
-                Twins(*kept, *self.after),
+                Watched(*kept, *self.after),
                 self._plain,
                 lambda: on_gpu(device) or self._prepare(device, dtype),
             )
@@ -290,16 +297,19 @@ class AroundMLP:
         if objection is not None:
             return objection
         backend = row_product.backend_of(device)
-        first, second = (row_product.build(each, backend, device, dtype) for each in (asked, asked_last))
+        first, second = (
+            row_product.build(each, backend, device, dtype, join=True).reading(self.joined)
+            for each in (asked, asked_last)
+        )
 
-        def run(over: Over, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-            made = launched(first, over, {"x": x, **({"branch": rest[0]} if rest else {})})
+        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+            made = launched(first, {"x": x, **({"branch": rest[0]} if rest else {})})
             parts = [made[f"y{i}"] for i in range(len(products))]
             if mlp.joined:
                 parts = list(mx.split(parts[0], 2, axis=-1))
             gate, up = parts if len(parts) == 2 else (None, parts[0])
             inner = activations.apply(mlp.activation, gate, up)
-            y = launched(second, over, {"x": inner})["y0"]
+            y = launched(second, {"x": inner})["y0"]
             return self._result(made.get("stream", x), y, self._parts(modules)[2])
 
         return run

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.dispatch.eligibility import LIMITS
-from mlx_experts.engine.kernels.expert_weights import ARRAY_NAMES, ExpertWeights, Stack, read_stack
+from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm
 from mlx_experts.engine.kernels.request import Decline, Device
-from mlx_experts.engine.layers.decode.steps import Over
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm
 from mlx_experts.engine.layers.router import BareLinear
 
@@ -42,38 +39,13 @@ def on_gpu(device: Device) -> Decline | None:
     return Decline("device", "a GPU", device, "It runs in plain MLX.") if device == "cpu" else None
 
 
-def launched(piece: Piece, over: Over, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def launched(piece: Piece, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """The outputs of a launch by name.
 
     Args:
-        over: what stands in the place of each array that the launch holds.
         given: a call's arrays by name; those that the launch does not take are left.
     """
-    piece = over_piece(piece, over)
     return dict(zip(piece.outputs, piece(*(given[name] for name in piece.tokens)), strict=True))
-
-
-def over_piece(piece: Piece, over: Over) -> Piece:
-    """A launch over what stands in the place of the arrays that it holds."""
-    held = {name: None if array is None else over(array) for name, array in piece.held.items()}
-    return replace(piece, held=held)
-
-
-def over_experts(experts: ExpertWeights, over: Over) -> ExpertWeights:
-    """Experts over what stands in the place of their arrays."""
-
-    def stack(each: Stack | None) -> Any:
-        if each is None:
-            return None
-        arrays = {name: getattr(each, name) for name in ARRAY_NAMES}
-        held: Any = {name: over(array) for name, array in arrays.items() if array is not None}
-        return replace(each, **held)
-
-    shared = experts.shared
-    if shared is not None:
-        shared = replace(shared, expert=over_experts(shared.expert, over), gate=stack(shared.gate))
-    parts = {"gate": stack(experts.gate), "up": stack(experts.up), "down": stack(experts.down)}
-    return replace(experts, **parts, shared=shared)
 
 
 def norm_of(module: nn.Module) -> Norm | None:

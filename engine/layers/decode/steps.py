@@ -15,19 +15,13 @@ import mlx.core as mx
 
 from mlx_experts.engine.dispatch.trace import Tally
 from mlx_experts.engine.kernels.request import Decline
-from mlx_experts.engine.layers.decode.twins import Twins
+from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
 
 Values = dict[str, Any]
 Run = Callable[..., tuple[mx.array, ...]]
-Over = Callable[[mx.array], mx.array]
 # The rule of a piece whose kernels gave something else than plain MLX.
 TRIED = "self_check"
-
-
-def as_it_is(array: mx.array) -> mx.array:
-    """What stands in an array's place where nothing is traced."""
-    return array
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +32,10 @@ class Pure:
         name: which piece, for the trace.
         reads: names of its inputs.
         writes: names of its outputs.
-        twins: the modules whose arrays it uses.
+        watched: the modules whose arrays it uses.
         plain: ``(modules, *inputs)`` to the outputs, in plain MLX.
         prepare: makes the form of this package's kernels for the arrays that the modules hold, or says why
-            there is none. The form is ``(over, modules, *inputs)``: it has built launches with those arrays,
-            and asks ``over`` for what stands in the place of each.
+            there is none. The form is called as ``plain`` is.
         fused: what ``prepare`` gave.
         tallies: count each call.
     """
@@ -50,7 +43,7 @@ class Pure:
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    twins: Twins
+    watched: Watched
     plain: Run
     prepare: Callable[[], Run | Decline]
     fused: Run | Decline
@@ -62,25 +55,23 @@ class Pure:
         name: str,
         reads: Sequence[str],
         writes: Sequence[str],
-        twins: Twins,
+        watched: Watched,
         plain: Run,
         prepare: Callable[[], Run | Decline],
         tallies: tuple[Tally, ...] = (),
     ) -> Pure:
         """A piece, prepared."""
-        return cls(name, tuple(reads), tuple(writes), twins, plain, prepare, prepare(), tallies)
+        return cls(name, tuple(reads), tuple(writes), watched, plain, prepare, prepare(), tallies)
 
-    def run(self, over: Over, modules: Sequence[Any], inputs: Sequence[mx.array]) -> tuple[mx.array, ...]:
+    def run(self, inputs: Sequence[mx.array]) -> tuple[mx.array, ...]:
         """The outputs by the form that is used."""
-        if isinstance(self.fused, Decline):
-            return self.plain(modules, *inputs)
-        return self.fused(over, modules, *inputs)
+        form = self.plain if isinstance(self.fused, Decline) else self.fused
+        return form(self.watched.modules, *inputs)
 
     def again(self) -> Pure:
         """The piece for the arrays that are there now; what a trial declined stays declined."""
-        twins = self.twins.again()
         tried = isinstance(self.fused, Decline) and self.fused.rule == TRIED
-        return replace(self, twins=twins, fused=self.fused if tried else self.prepare())
+        return replace(self, watched=self.watched.again(), fused=self.fused if tried else self.prepare())
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,39 +116,33 @@ class Unit:
         self.inputs = tuple(inputs)
         self._take_hold()
         self._tallies = [tally for step in self.steps for tally in step.tallies]
-        # Two names at least, so that what is got is a tuple.
-        self._take = itemgetter(*self.inputs, self.inputs[0])
+        (name, *more) = self.inputs
+        # Of one name the getter gives no tuple.
+        self._take: Callable[[Values], tuple[mx.array, ...]] = (
+            itemgetter(*self.inputs) if more else lambda values: (values[name],)
+        )
 
     def _take_hold(self) -> None:
         """Note the arrays that the steps were prepared for."""
-        self._holders = [h for step in self.steps for h in step.twins.holders]
-        self._names = [n for step in self.steps for n in step.twins.names]
-        self._held = [a for step in self.steps for a in step.twins.held]
+        self._holders = [h for step in self.steps for h in step.watched.holders]
+        self._names = [n for step in self.steps for n in step.watched.names]
+        self._held = [a for step in self.steps for a in step.watched.held]
         self._run = mx.compile(self._body) if self.compiled else self._body
 
-    def _body(self, weights: list[mx.array], *inputs: mx.array) -> list[mx.array]:
-        values = dict(zip(self.inputs, inputs, strict=False))
-        given = {id(held): weight for held, weight in zip(self._held, weights, strict=True)}
-        at = 0
+    def _body(self, *inputs: mx.array) -> list[mx.array]:
+        values = dict(zip(self.inputs, inputs, strict=True))
         for step in self.steps:
-            count = len(step.twins.holders)
-            modules = step.twins.at(weights[at : at + count])
-            made = step.run(
-                lambda held: given.get(id(held), held), modules, [values[name] for name in step.reads]
-            )
+            made = step.run([values[name] for name in step.reads])
             values.update(zip(step.writes, made, strict=True))
-            at += count
         return [values[name] for name in self.outputs]
 
     def __call__(self, values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
         """Replace the outputs in ``values``."""
-        weights: list[Any] = list(map(dict.get, self._holders, self._names))
-        # Arrays are arguments, but a launch may have copied small ones, and its text knows their types.
-        if not all(map(is_, weights, self._held)):
+        # `Watched.stands`, written out over all steps: it is asked at every token.
+        if not all(map(is_, map(dict.get, self._holders, self._names), self._held)):
             self.steps = [step.again() for step in self.steps]
             self._take_hold()
-            weights = list(self._held)
-        values.update(zip(self.outputs, self._run(weights, *self._take(values)), strict=True))
+        values.update(zip(self.outputs, self._run(*self._take(values)), strict=True))
         for tally in self._tallies:
             tally.add()
 

@@ -15,14 +15,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.dispatch.trace import Tally, TraceKey, trace
+from mlx_experts.engine.kernels.gpu.joined import Joined, leaves_of
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.decode import around_attention
 from mlx_experts.engine.layers.decode.around_attention import AroundAttention
 from mlx_experts.engine.layers.decode.around_experts import AroundExperts, AroundMLP, add
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts
-from mlx_experts.engine.layers.decode.steps import TRIED, Call, Pure, Step, Values, as_it_is, merged
-from mlx_experts.engine.layers.decode.twins import Twins
+from mlx_experts.engine.layers.decode.steps import TRIED, Call, Pure, Step, Values, merged
+from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.layers.moe import MoE
@@ -72,12 +73,16 @@ class TokenPieces:
         self._steps: list[Step] = []
         self._layer_of: dict[int, list[int]] = {}
         self._notes: dict[int, str] = {}
+        self._seen: set[int] = set()
         added: float | None = None
         for at, layer in enumerate(layers):
             begin = len(self._steps)
             added = self._add(at, layer, added)
             self._layer_of[at] = list(range(begin, len(self._steps)))
         self._names = [layer.name for layer in layers]
+        # What the modules held before is free now.
+        if self._seen:
+            mx.clear_cache()
         kept = [] if norm is None else [norm]
         self._steps.append(self._last(kept, added))
         self._run: list[Callable[..., None]] | None = None
@@ -85,7 +90,7 @@ class TokenPieces:
     def _pure(
         self, name: str, reads: Sequence[str], writes: Sequence[str], modules: Sequence[Any], run: Any
     ) -> None:
-        self._steps.append(Pure.of(name, reads, writes, Twins(*modules), run, lambda: _NO_KERNEL))
+        self._steps.append(Pure.of(name, reads, writes, Watched(*modules), run, lambda: _NO_KERNEL))
 
     def _last(self, kept: Sequence[nn.Module], added: float | None) -> Pure:
         def finish(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
@@ -93,7 +98,7 @@ class TokenPieces:
             return (modules[0](x) if modules else x,)
 
         reads = ("x",) if added is None else ("x", "b")
-        return Pure.of("norm", reads, ("h",), Twins(*kept), finish, lambda: _NO_KERNEL)
+        return Pure.of("norm", reads, ("h",), Watched(*kept), finish, lambda: _NO_KERNEL)
 
     def _settle(self, added: float | None) -> None:
         if added is not None:
@@ -114,6 +119,15 @@ class TokenPieces:
         if norm is not None:
             self._pure("norm", ("b",), ("b",), [norm], lambda modules, b: (modules[0](b),))
 
+    def _joined(self, *modules: Any) -> list[Joined]:
+        """The arrays of some modules in one, on the device whose host counts inputs."""
+        if self._device != "cuda":
+            return []
+        places = [p for p in leaves_of(*filter(None, modules)) if id(p[0]) not in self._seen]
+        self._seen |= {id(leaf) for leaf, _ in places}
+        joined = Joined.of(places)
+        return [] if joined is None else [joined]
+
     def _add(self, at: int, layer: LayerOfPieces, added: float | None) -> float | None:
         """The steps of a layer; the factor on a branch that the next step is to add, or None."""
         parts, device, dtype = layer.parts, self._device, self._dtype
@@ -131,7 +145,10 @@ class TokenPieces:
             objection = around_attention.eligible(mixer)
             if objection is None:
                 assert isinstance(mixer, Attention)
-                around = AroundAttention(at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added)
+                joined = self._joined(mixer)
+                around = AroundAttention(
+                    at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined
+                )
                 self._steps += around.steps(device, dtype)
                 self._attends.append(at)
                 added = None
@@ -149,10 +166,12 @@ class TokenPieces:
             return added
         after = [norm for norm in (parts.output_norm, parts.post_mlp) if norm is not None]
         made: Sequence[Step] | Decline
+        joined = self._joined(parts.mlp, parts.shared)
         if type(parts.mlp) is MLP and parts.shared is None:
-            made = AroundMLP(parts.pre_mlp, parts.mlp, after, added).steps(device, dtype)
+            made = AroundMLP(parts.pre_mlp, parts.mlp, after, added, joined).steps(device, dtype)
         elif type(parts.mlp) is MoE:
-            made = AroundExperts(parts.pre_mlp, parts.mlp, after, parts.shared, added).steps(device, dtype)
+            blocks = AroundExperts(parts.pre_mlp, parts.mlp, after, parts.shared, added, joined)
+            made = blocks.steps(device, dtype)
         else:
             made = Decline("block", "experts or a dense MLP", type(parts.mlp).__name__, "It runs as it is.")
         if isinstance(made, Decline):
@@ -194,10 +213,10 @@ class TokenPieces:
             if isinstance(step, Call):
                 step.run(values, state, caches)
                 continue
-            modules, inputs = step.twins.now(), [values[name] for name in step.reads]
+            modules, inputs = step.watched.modules, [values[name] for name in step.reads]
             made = step.plain(modules, *inputs)
             if not isinstance(step.fused, Decline):
-                tried.append((at, _distance(step, step.fused(as_it_is, modules, *inputs), made)))
+                tried.append((at, _distance(step, step.fused(modules, *inputs), made)))
             for tally in step.tallies:
                 tally.add()
             values.update(zip(step.writes, made, strict=True))

@@ -32,6 +32,7 @@ TENSOR_CORES = {
     "shared_with_a_plain_down": dict(down=("plain", 16, 0), shared=96, weighed=16),
     "two_bits": dict(bits=2, hidden=384),
     "three_bits_in_short_steps": dict(bits=3, group=32, hidden=96, width=160, bias=True),
+    "five_bits_in_one_group_a_step": dict(bits=5, group=128, hidden=512, width=256),
     "five_bits_in_float16": dict(bits=5, group=32, hidden=288, width=96, dtype=mx.float16),
     "six_bits": dict(bits=6, group=128, hidden=384, width=256),
     "eight_bits_in_short_steps": dict(bits=8, group=32, hidden=96, width=224),

@@ -68,7 +68,7 @@ def test_formats_a_warp_a_row(stored, build_case, case_type):
 
 @pytest.mark.parametrize("rows", [2, 5, 16])
 @pytest.mark.parametrize(
-    "stored", [("affine", 4, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16), ("plain", 16, 0)], ids=str
+    "stored", [("affine", 4, 32), ("mxfp4", 4, 32), ("nvfp4", 4, 16), ("plain", 16, 0)], ids=str
 )
 def test_several_tokens(stored, rows, build_case, case_type):
     mode, bits, group = stored

@@ -8,12 +8,13 @@ constants are one input.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_experts.engine.kernels.gpu.joined import Joined, reading
 from mlx_experts.engine.kernels.gpu.source import WARP, Backend, Launch, text
 from mlx_experts.engine.kernels.request import Device
 
@@ -107,6 +108,11 @@ class Piece:
         """Every input of the launch, in its order."""
         given = iter(token)
         return [next(given) if array is None else array for array in self.held.values()]
+
+    def reading(self, joined: Sequence[Joined]) -> Piece:
+        """This launch with its arrays found in joined ones."""
+        launch, held = reading(self.launch, self.held, joined)
+        return replace(self, launch=launch, held=held)
 
     def memory(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
         """Shape and type of each array that the launch writes."""

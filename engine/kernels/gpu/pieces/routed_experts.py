@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from mlx_experts.engine.kernels.gpu.joined import reading
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
 from mlx_experts.engine.kernels.gpu.pieces.piece import CUDA_TYPES, Piece
 from mlx_experts.engine.kernels.gpu.source import Launch
@@ -22,10 +23,15 @@ def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], 
         experts: a layer's prepared launches, for CUDA.
         route: the layer's routing launch.
     """
-    pair, held = experts.plan(top_k, False), arrays_of(experts.experts)
+    pair, arrays = experts.plan(top_k, False), arrays_of(experts.experts)
     words, dtype = mx.float32, experts.dtype
-    up, up_arrays = reading(pair.up, route), [held[n] for n in pair.up.inputs if n in held]
-    down, down_arrays = reading(pair.down, route), [held[n] for n in pair.down.inputs if n in held]
+
+    def prepared(launch: Launch) -> tuple[Launch, list[mx.array]]:
+        launch = after_routing(launch, route)
+        launch, held = reading(launch, {name: arrays.get(name) for name in launch.inputs}, experts.joined)
+        return launch, [array for array in held.values() if array is not None]
+
+    (up, up_arrays), (down, down_arrays) = prepared(pair.up), prepared(pair.down)
     shape = (1, 1, experts.experts.down.projection.rows)
     dtypes = [words, *(a.dtype for a in up_arrays), words]
     first = up.make(experts.backend, dtypes, [(pair.words,)], **experts.options)  # type: ignore[arg-type]
@@ -39,7 +45,7 @@ def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], 
     return run
 
 
-def reading(launch: Launch, route: Piece) -> Launch:
+def after_routing(launch: Launch, route: Piece) -> Launch:
     """A launch that finds its row, indices and weights in the routing launch's array."""
     assert route.packed is not None
     finds, named = "", [name for name in launch.inputs if name in _NAMES]

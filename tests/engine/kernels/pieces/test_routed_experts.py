@@ -29,7 +29,7 @@ def test_experts_read_what_the_routing_launch_wrote(build_case, case_type, make_
         plan=lambda k: cuda.launches(built.experts, built.request, (9, 0)),
     )
     held, plan = arrays_of(built.experts), pair.plan(3)
-    up, down = (routed_experts.reading(launch, route) for launch in (plan.up, plan.down))
+    up, down = (routed_experts.after_routing(launch, route) for launch in (plan.up, plan.down))
     inputs = [held.get(name, routed) for name in up.inputs]
     (act,) = host_cuda.run(cuda.BACKEND, up, inputs, [((plan.words,), mx.float32)])
     inputs = [{"me_routed": routed, "act": mx.array(act)}.get(name, held.get(name)) for name in down.inputs]

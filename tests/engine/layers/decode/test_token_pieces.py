@@ -4,11 +4,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.models.cache import BatchKVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_experts import trace
 from mlx_experts.engine.dispatch import tuning_cache
+from mlx_experts.engine.layers.decode.around_attention import extended
 from mlx_experts.engine.models.decoder import Decoder
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
@@ -111,14 +112,17 @@ def test_a_change_of_a_part_drops_the_pieces(monkeypatch):
     assert found() is None
 
 
-def test_pieces_are_off_unless_they_are_asked_for_and_never_on_the_cpu(monkeypatch):
-    monkeypatch.delenv("MLX_EXPERTS_PIECES", raising=False)
+@pytest.mark.parametrize(
+    ("asked", "devices"), [(None, {"cuda"}), ("1", {"cuda", "metal"}), ("0", set())], ids=str
+)
+def test_pieces_run_with_cuda_elsewhere_when_asked_for_and_never_on_the_cpu(monkeypatch, asked, devices):
+    if asked is None:
+        monkeypatch.delenv("MLX_EXPERTS_PIECES", raising=False)
+    else:
+        monkeypatch.setenv("MLX_EXPERTS_PIECES", asked)
     decoder = tiny("qwen3_moe").decoder
-    assert decoder._pieces_for(decoder.steps(), "cuda", mx.float32) is None
-    monkeypatch.setenv("MLX_EXPERTS_PIECES", "1")
-    decoder.eval()
-    assert decoder._pieces_for(decoder.steps(), "cpu", mx.float32) is None
-    assert decoder._pieces_for(decoder.steps(), "cuda", mx.float32) is not None
+    made = {d: decoder._pieces_for(decoder.steps(), d, mx.float32) for d in ("cuda", "metal", "cpu")}
+    assert {device for device, pieces in made.items() if pieces is not None} == devices
 
 
 def test_the_trace_says_for_each_layer_which_pieces_ran_and_why_one_did_not():
@@ -165,3 +169,14 @@ def test_adapters_run_in_the_pieces_or_beside_them(path):
     layer[leaf] = kind.from_base(layer[leaf])
     layer[leaf].lora_b = mx.random.normal(layer[leaf].lora_b.shape)
     assert both(model, model.decoder.token_pieces("cpu", mx.float32, compiled=False)) < 1e-5
+
+
+def test_a_plain_cache_gets_a_token_as_mlx_lm_writes_it():
+    caches = [KVCache(), KVCache()]
+    for step in range(2 * KVCache.step + 3):
+        k, v = mx.random.normal((1, 2, 1, 8)), mx.random.normal((1, 2, 1, 4))
+        want, got = caches[0].update_and_fetch(k, v), extended(caches[1], k, v)
+        if step % 50 == 0 or step > 2 * KVCache.step - 3:
+            assert all(mx.array_equal(w, g) for w, g in zip(want, got, strict=True))
+            assert caches[0].offset == caches[1].offset
+            assert all(mx.array_equal(w, g) for w, g in zip(caches[0].state, caches[1].state, strict=True))
