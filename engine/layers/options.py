@@ -11,7 +11,7 @@ from mlx_experts.registry.catalog.validation_errors import words_of
 from mlx_experts.registry.errors import ConfigError, SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan
 from mlx_experts.registry.spec.family import PluginMixerSpec
-from mlx_experts.registry.spec.values import RESOLVED, Spec
+from mlx_experts.registry.spec.values import Spec
 
 O = TypeVar("O", bound=Spec)  # noqa: E741
 
@@ -28,23 +28,21 @@ def read_options(kind: type[O], options: Mapping[str, Any], where: str) -> O:
         SpecError: a key is unknown or missing, or a value is of the wrong type.
     """
     try:
-        return kind.model_validate(dict(options), context=RESOLVED)
+        return kind.model_validate(dict(options))
     except ValidationError as error:
         raise _refused(kind, options, where, error) from error
 
 
 def _refused(kind: type[Spec], options: Mapping[str, Any], where: str, error: ValidationError) -> SpecError:
     found = error.errors()
-    # What a reference would have been told does not matter: resolved options hold values.
-    own = [each for each in found if "Ref" not in each["loc"]] or found
-    first, key = own[0], _key(options, own[0])
+    first, key = found[0], _key(options, found[0])
     if first["type"] == "unknown_key":
         wrong, expected = f"unknown key '{first['ctx']['key']}'", f"one of {first['ctx']['known']}"
     elif first["type"] == "missing":
         wrong, expected = "a key is missing", key
     else:
         wrong = "a value cannot be this"
-        expected = " or ".join(words_of([each for each in own if _key(options, each) == key]))
+        expected = " or ".join(words_of([each for each in found if _key(options, each) == key]))
     return SpecError(
         f"the options of {where} are not right: {wrong}",
         where=f"options.{key}" if key else "options",

@@ -16,8 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve.plan import ROPE_PLACE
-from mlx_experts.registry.resolve.planner import RopePlan
+from mlx_experts.registry.spec.rope_plan import ROPE_PLACE, RopePlan
 
 Offset = int | mx.array
 # Frequencies are computed before any tensor is read; real heads are a few hundred wide.

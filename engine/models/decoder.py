@@ -89,7 +89,7 @@ class DecoderLayer(VersionedModule):
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__()
-        self._block, self._multiplier = plan.family.block, layer.residual_multiplier
+        self._block, self._multiplier = layer.block, layer.block.residual_multiplier
         self._fused = fused
         sizes, block = layer.sizes, self._block
         mixer, mlp = make_mixer(layer, plan), make_mlp(layer, plan, fused)

@@ -120,7 +120,7 @@ def form_of(plan: Plan) -> ResidualForm:
 
 
 def _options(layer: LayerPlan) -> ResidualOptions:
-    return read_options(ResidualOptions, layer.options, "a layer with a residual form")
+    return read_options(ResidualOptions, layer.block.options, "a layer with a residual form")
 
 
 class ResidualLayer(DecoderLayer):

@@ -292,7 +292,7 @@ class WeightConverter:
         return leaf == "weight" and "norm" in module and not self._uncentred(parent)
 
     def _uncentred(self, module: str) -> bool:
-        return any(PathPattern(rule).matches(module) for rule in self.plan.family.norm.uncentred)
+        return any(PathPattern(rule).matches(module) for rule in self.plan.norm.uncentred)
 
     def export(self, tensors: Mapping[str, mx.array], expert_layout: int | None) -> Tensors:
         """From the module tree to names on disk: one declared expert layout, all conversions undone.

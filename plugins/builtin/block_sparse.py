@@ -54,7 +54,8 @@ class BlockSparseAttention(Attention):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         spec = mixer_options(BlockSparseOptions, layer, "block-sparse attention")
-        super().__init__(dataclasses.replace(layer, mixer=spec.attention), plan)
+        seen = spec.attention.model_copy(update={"rope": layer.rope})
+        super().__init__(dataclasses.replace(layer, mixer=seen), plan)
         self._sparse, self._index_heads = spec, spec.index_heads
         sizes = layer.sizes
         check_parts(self.heads, spec.index_heads, "the index heads do not divide the query heads")

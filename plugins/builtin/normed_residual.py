@@ -47,7 +47,7 @@ class NormedResidualLayer(DecoderLayer):
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__(layer, plan, fused)
-        options = read_options(NormedResidualOptions, layer.options, "a layer with normed residuals")
+        options = read_options(NormedResidualOptions, layer.block.options, "a layer with normed residuals")
         if layer.type not in options.mixer:
             raise SpecError(
                 "a layer with normed residuals has no factors for its type",

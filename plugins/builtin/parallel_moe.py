@@ -45,8 +45,8 @@ class Frame(VersionedModule):
 
     def frame(self, layer: LayerPlan, plan: Plan) -> ParallelMoeOptions:
         """Build everything but the experts."""
-        options = read_options(ParallelMoeOptions, layer.options, "a layer with parallel experts")
-        width, block = layer.sizes.hidden_size, plan.family.block
+        options = read_options(ParallelMoeOptions, layer.block.options, "a layer with parallel experts")
+        width, block = layer.sizes.hidden_size, layer.block
         dense = layer.moe.shared if layer.moe is not None else layer.dense
         if layer.mixer is None or dense is None:
             raise SpecError(

@@ -47,13 +47,13 @@ class ShortcutLayer(VersionedModule):
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__()
-        block, sizes = plan.family.block, layer.sizes
+        block, sizes = layer.block, layer.sizes
         if layer.mixer is None or layer.moe is None or block.pre_mixer is None or block.pre_mlp is None:
             raise SpecError(
                 "a layer with a shortcut needs a mixer, experts, and a norm before each",
                 where=f"{plan.family.family}.yaml, layer {layer.index}",
             )
-        dense = read_options(ShortcutOptions, layer.options, "a layer with a shortcut").dense
+        dense = read_options(ShortcutOptions, layer.block.options, "a layer with a shortcut").dense
         width = dense.width if dense.width is not None else sizes.dense_width or 0
         self._paths = (layer.mixer.path, dense.path, block.pre_mixer, block.pre_mlp, layer.moe.path)
         place(self, layer.mixer.path, [make_mixer(layer, plan) for _ in range(_HALVES)])

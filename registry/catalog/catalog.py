@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _mixer() -> TypeAdapter[Any]:
-    from mlx_experts.registry.spec.family import MixerSpec
+    from mlx_experts.registry.spec.family import WrittenMixer
 
-    return TypeAdapter(MixerSpec)
+    return TypeAdapter(WrittenMixer)
 
 
 HEADER_KEYS = ("family", "model_types", "architectures", "when", "text_config", "text_keys")
@@ -228,7 +228,7 @@ def _defined(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mixers(family: Family, lines: Lines | None = None, path: Path | None = None) -> dict[str, Any]:
-    """By layer type, the family's mixer (a GqaSpec or PluginMixerSpec), or None for no mixer.
+    """By layer type, the family's mixer as written, or None for no mixer.
 
     Args:
         lines: where each key stands, for messages.

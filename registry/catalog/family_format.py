@@ -20,9 +20,10 @@ from pydantic import BaseModel
 
 from mlx_experts.registry.catalog.shorthand import REFERENCE, SIZE, VERBATIM
 from mlx_experts.registry.catalog.yaml_reader import LOADER, parse
-from mlx_experts.registry.spec.attention import GqaSpec, MixerSpec, PluginMixerSpec
+from mlx_experts.registry.spec.attention import GqaSpec, PluginMixerSpec, WrittenMixer
 from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec
+from mlx_experts.registry.spec.written import Written
 
 WIDTH = 100
 """Columns of a line."""
@@ -181,7 +182,7 @@ def _sorted(node: _Node, kind: Any, at: tuple[str, ...]) -> None:
     for key, each in node.value.items():
         inner = fields.get(key, kind if get_origin(kind) is dict else Any)
         if at == () and key == "variants":
-            inner = dict[str, MixerSpec]
+            inner = dict[str, WrittenMixer]
         elif model is None and get_origin(kind) is dict:
             inner = get_args(kind)[1]
         _sorted(each, inner, (*at, key))
@@ -240,8 +241,9 @@ def _model(kind: Any, value: dict[str, _Node]) -> type[BaseModel] | None:
     if kind is Ref:
         return Ref
     found = list(_models(kind))
-    if GqaSpec in found:
-        return PluginMixerSpec if "kind" in value and value["kind"].value != "gqa" else GqaSpec
+    if Written[GqaSpec] in found:
+        other = "kind" in value and value["kind"].value != "gqa"
+        return Written[PluginMixerSpec] if other else Written[GqaSpec]
 
     def fit(model: type[BaseModel]) -> tuple[bool, int]:
         tags = [get_args(info.annotation) for name, info in model.model_fields.items() if name == "kind"]

@@ -68,7 +68,7 @@ def _named(plan: Plan) -> Iterator[tuple[str, str, str, Collection[str]]]:
         ):
             if name is not None:
                 yield f"backbone.{key}", kind, name, ()
-    for i, op in enumerate(family.checkpoint.conversions):
+    for i, op in enumerate(plan.checkpoint.conversions):
         if isinstance(op, PluginOp):
             yield f"checkpoint.conversions.{i}.plugin", "layout operation", op.name, ()
     for layer in plan.layers:

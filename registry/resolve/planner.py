@@ -17,7 +17,6 @@ from mlx_experts.registry.resolve.features import check_features
 from mlx_experts.registry.resolve.layer_types import expand_moe_layers, expand_types
 from mlx_experts.registry.resolve.plan import LayerPlan as LayerPlan
 from mlx_experts.registry.resolve.plan import Plan as Plan
-from mlx_experts.registry.resolve.plan import RopePlan as RopePlan
 from mlx_experts.registry.resolve.plan import Sizes as Sizes
 from mlx_experts.registry.resolve.resolver import Resolver as Resolver
 from mlx_experts.registry.resolve.rope import rope_plan
@@ -77,7 +76,11 @@ def plan_layer(family: Family, resolver: Resolver, i: int, kind: str, is_moe: bo
     mixer_spec: Any = kinds.get(kind, kinds.get(""))
     sizes = resolver.sizes(family.config, i)
     at = f"variants.{kind}" if kind in family.variants else "attention"
-    mixer = resolver.spec(mixer_spec, i, at) if mixer_spec is not None else None
+    mixer = None
+    if mixer_spec is not None:
+        turns = mixer_spec.rope is not None
+        rope = rope_plan(resolver, mixer_spec.rope, i, kind, sizes, f"{at}.rope") if turns else None
+        mixer = resolver.spec(mixer_spec, i, at, rope=rope)
     is_moe &= sizes.num_experts >= family.moe.dense_below
     mlp = family.mlp_variants.get(kind, "moe" if is_moe else "dense")
     block = resolver.spec(family.block, i, "block")
@@ -107,14 +110,10 @@ def plan_layer(family: Family, resolver: Resolver, i: int, kind: str, is_moe: bo
         type=kind,
         sizes=sizes,
         mixer=mixer,
-        rope=rope_plan(resolver, mixer_spec.rope, i, kind, sizes, f"{at}.rope")
-        if mixer is not None and mixer.rope
-        else None,
         mlp=mlp,
         moe=moe,
         dense=dense,
-        residual_multiplier=block.residual_multiplier,
-        options=block.options,
+        block=block,
     )
 
 

@@ -14,9 +14,11 @@ from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.catalog.validation_errors import words_of
 from mlx_experts.registry.errors import ConfigError, RegistryError, SpecError
 from mlx_experts.registry.resolve.class_defaults import class_default
-from mlx_experts.registry.resolve.plan import FLOAT32_LARGEST, Sizes
-from mlx_experts.registry.spec.family import RopeSpec, SizesSpec
-from mlx_experts.registry.spec.values import RESOLVED, Ref, Spec
+from mlx_experts.registry.resolve.plan import Sizes
+from mlx_experts.registry.spec.family import SizesSpec
+from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST
+from mlx_experts.registry.spec.values import Ref, Spec
+from mlx_experts.registry.spec.written import Written, read_elsewhere, section_of
 
 S = TypeVar("S", bound=Spec)
 # Layers and heads are gone through one by one before a tensor is looked at; real models have a few hundred.
@@ -113,7 +115,7 @@ class Resolver:
         reference = _reference(value)
         if reference is not None:
             return self.ref(reference, layer)
-        if isinstance(value, Spec):
+        if isinstance(value, Written):
             return self.spec(value, layer, at)
         if isinstance(value, tuple | list):
             return [self.value(v, layer, f"{at}.{i}") for i, v in enumerate(value)]
@@ -150,27 +152,31 @@ class Resolver:
             return ConfigError(f"'{key}' {what}", where="config.json", expected=expected, found=found)
         return SpecError(f"'{at}' {what}", where=f"{self.family}.yaml", expected=expected, found=found)
 
-    def spec(self, spec: S, layer: int, at: str) -> S:
+    def spec(self, spec: Written[S], layer: int, at: str, **read: Any) -> S:
         """A section with literals only.
 
         Args:
             at: key of the family file under which it stands.
+            read: fields that are no plain reading of what is written, and are known already.
 
         Raises:
             ConfigError: a config value is of the wrong type.
             SpecError: a value of the family file is.
         """
         data: dict[str, Any] = {}
-        for name, info in type(spec).model_fields.items():
-            value, key = getattr(spec, name), info.alias or name
-            rope = isinstance(value, RopeSpec)
-            data[key] = value if rope else self.value(value, layer, f"{at}.{key}")
+        section = section_of(spec)
+        for name, info in section.model_fields.items():
+            key = info.alias or name
+            if name in read:
+                data[key] = read[name]
+            elif not read_elsewhere(section, name):
+                data[key] = self.value(getattr(spec, name), layer, f"{at}.{key}")
         try:
-            return type(spec).model_validate(data, context=RESOLVED)
+            return section.model_validate(data)
         except ValidationError as error:
             raise self._refused(spec, error, layer, at) from error
 
-    def field(self, spec: Spec, name: str, layer: int, at: str) -> Any:
+    def field(self, spec: Written[S], name: str, layer: int, at: str) -> Any:
         """One field of a section as a literal, where the rest of the section may not be read.
 
         Raises:
@@ -180,24 +186,22 @@ class Resolver:
         stated, at = getattr(spec, name), f"{at}.{name}"
         value = self.value(stated, layer, at)
         try:
-            return _checker(type(spec), name).validate_python(value, context=RESOLVED)
+            return _checker(section_of(spec), name).validate_python(value)
         except ValidationError as error:
             raise self._refused(stated, error, layer, at) from error
 
     def _refused(self, stated: Any, error: ValidationError, layer: int, at: str) -> RegistryError:
-        # What a reference would have been told does not matter: a config holds values.
         found = error.errors()
-        own = [each for each in found if "Ref" not in each["loc"]] or found
-        first = own[0]
+        first = found[0]
         for part in first["loc"]:
             inner = _inner(stated, part)
             if inner is not _NOTHING:
                 stated, at = inner, f"{at}.{part}"
-        same = [each for each in own if each["loc"][:1] == first["loc"][:1]]
+        same = [each for each in found if each["loc"][:1] == first["loc"][:1]]
         expected, value = " or ".join(words_of(same)), repr(first["input"])[:80]
         return self.fault(stated, layer, at, "holds a value that cannot be", expected=expected, found=value)
 
-    def sizes(self, spec: SizesSpec, layer: int) -> Sizes:
+    def sizes(self, spec: Written[SizesSpec], layer: int) -> Sizes:
         """The sizes at a layer, with what follows from them.
 
         Raises:
@@ -231,7 +235,7 @@ class Resolver:
         return self._shared_sizes.setdefault(key, Sizes(**values))
 
 
-def _layered(spec: SizesSpec) -> SizesSpec:
+def _layered(spec: Written[SizesSpec]) -> Written[SizesSpec]:
     """The same section with the experts' sizes read from a list with one entry a layer, where it is one.
 
     Pruned checkpoints keep another number of experts in each layer, whatever the family.
@@ -263,8 +267,7 @@ def _inner(stated: Any, part: Any) -> Any:
 
 @functools.cache
 def _checker(section: type[Spec], name: str) -> TypeAdapter[Any]:
-    kind: Any = section.model_fields[name].annotation
-    return TypeAdapter(kind)
+    return TypeAdapter(section.model_fields[name].rebuild_annotation())
 
 
 def _ordinary(key: str, value: Any) -> Any:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve.plan import FLOAT32_LARGEST, RopePlan, Sizes
+from mlx_experts.registry.resolve.plan import Sizes
 from mlx_experts.registry.resolve.resolver import Resolver
 from mlx_experts.registry.spec.family import RopeSpec
+from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST, RopePlan
+from mlx_experts.registry.spec.written import Written
 
 
 def rope_plan(
-    resolver: Resolver, spec: RopeSpec, layer: int, layer_type: str, sizes: Sizes, at: str = "attention.rope"
+    resolver: Resolver,
+    spec: Written[RopeSpec],
+    layer: int,
+    layer_type: str,
+    sizes: Sizes,
+    at: str = "attention.rope",
 ) -> RopePlan | None:
     """Rotary parameters from `rope_parameters` (flat or by layer type) or the older flat keys.
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from mlx_experts.registry.spec.rope_plan import RopePlan
 from mlx_experts.registry.spec.values import (
     AnyValue,
     Bool,
+    Configurable,
     Count,
+    FromConfig,
     Leaf,
     ModulePath,
     Num,
     Options,
     Positive,
-    Ref,
     Spec,
     Width,
-    from_config,
+    WrittenAs,
 )
+from mlx_experts.registry.spec.written import Written
 
 
 def _style_of_switch(value: Any) -> Any:
@@ -28,13 +31,6 @@ def _style_of_switch(value: Any) -> Any:
 
 Pairs = Annotated[Literal["half", "interleaved"], BeforeValidator(_style_of_switch)]
 """Which pairs rotate together, of which a config's switch says whether they are neighbours."""
-
-if TYPE_CHECKING:
-    RopeStyle = Literal["half", "interleaved"]
-    GateOver = Literal["element", "head"]
-else:
-    RopeStyle = Ref | Pairs
-    GateOver = Ref | Literal["element", "head"]
 
 
 class RopeSpec(Spec):
@@ -46,11 +42,11 @@ class RopeSpec(Spec):
 
     alone = "style"
 
-    style: RopeStyle = Field(
+    style: Configurable[Pairs] = Field(
         description="Which pairs of a head rotate together; true means `interleaved`, false `half`."
     )
-    theta: Num = Field(
-        from_config("rope_theta", 10000.0), description="Base, where rope parameters do not state one."
+    theta: Annotated[Num, FromConfig("rope_theta")] = Field(
+        10000.0, description="Base, where rope parameters do not state one."
     )
     layer_theta: Num | None = Field(None, description="Base that wins over all others; 0 for no rotation.")
     partial: Num = Field(1.0, description="Rotated share of the head, where rope parameters do not state it.")
@@ -67,6 +63,10 @@ class RopeSpec(Spec):
         description="Entry of `rope_parameters` where they are keyed by something else than layer types.",
     )
     enabled: Bool = Field(True, description="Whether positions are rotated at all.")
+
+
+Rope = Annotated[RopePlan | None, WrittenAs(Written[RopeSpec] | None)]
+"""A rotation: its section as written, and its parameters in a layer."""
 
 
 class QkNormSpec(Spec):
@@ -86,7 +86,9 @@ class OutputGateSpec(Spec):
     """A gate on the attention output, computed from the layer's normed input."""
 
     function: Literal["sigmoid", "softplus"] = Field(description="The gate function.")
-    over: GateOver = Field(description="One value for each element or for each head.")
+    over: Configurable[Literal["element", "head"]] = Field(
+        description="One value for each element or for each head."
+    )
     path: ModulePath | None = Field(
         None, description="Its own projection; absent: packed in q, per head [q, gate]."
     )
@@ -125,10 +127,14 @@ class GqaSpec(Spec):
     head_dim: Width | None = Field(None, description="Head width; the size `head_dim` when absent.")
     v_head_dim: Width | None = Field(None, description="Value head width; the head width when absent.")
     names: GqaNames = Field(GqaNames(), description="Leaf names.")
-    qkv_bias: Bool = Field(from_config("attention_bias", False), description="Biases on q, k and v.")
-    out_bias: Bool = Field(from_config("attention_bias", False), description="Bias on the output projection.")
+    qkv_bias: Annotated[Bool, FromConfig("attention_bias")] = Field(
+        False, description="Biases on q, k and v."
+    )
+    out_bias: Annotated[Bool, FromConfig("attention_bias")] = Field(
+        False, description="Bias on the output projection."
+    )
     qk_norm: QkNormSpec | None = Field(None, description="Query and key norms.")
-    rope: RopeSpec | None = Field(None, description="Rotary embedding; null for none.")
+    rope: Rope = Field(None, description="Rotary embedding; null for none.")
     window: Count | None = Field(None, description="Visible tokens, the token itself counted; null for all.")
     window_extra: Count = Field(0, description="Tokens that the window is longer than the config says.")
     chunk: Count | None = Field(None, description="Attention stays inside chunks of this many tokens.")
@@ -160,7 +166,7 @@ class PluginMixerSpec(Spec):
 
     kind: str = Field(description="The name under which a plugin offers the mixer.")
     path: ModulePath = Field("self_attn", description="Module path in the layer.")
-    rope: RopeSpec | None = Field(None, description="Rotary embedding, for mixers that rotate.")
+    rope: Rope = Field(None, description="Rotary embedding, for mixers that rotate.")
     options: Options = Field({}, description="Options of the mixer.")
 
 
@@ -169,7 +175,7 @@ def _mixer_tag(value: Any) -> str:
     return "gqa" if kind in (None, "gqa") else "plugin"
 
 
-MixerSpec = Annotated[
-    Annotated[GqaSpec, Tag("gqa")] | Annotated[PluginMixerSpec, Tag("plugin")],
+WrittenMixer = Annotated[
+    Annotated[Written[GqaSpec], Tag("gqa")] | Annotated[Written[PluginMixerSpec], Tag("plugin")],
     Discriminator(_mixer_tag),
 ]

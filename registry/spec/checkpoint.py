@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from mlx_experts.registry.spec.values import AnyValue, DiskPath, LayerPath, ModulePath, Options, Spec
+from mlx_experts.registry.spec.written import Written
 
 
 class PerExpert(Spec):
@@ -155,7 +156,8 @@ def _verb(value: Any) -> str | None:
     # The tags are no keys, so that places in a file are told from them.
     if isinstance(value, dict):
         return next((f"a {verb}" for verb in VERBS if verb in value), None)
-    return next((f"a {verb}" for verb, kind in VERBS.items() if isinstance(value, kind)), None)
+    kind = type(value).section if isinstance(value, Written) else type(value)
+    return next((f"a {verb}" for verb, each in VERBS.items() if each is kind), None)
 
 
 Operation = Annotated[

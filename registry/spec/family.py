@@ -1,21 +1,21 @@
 """The vocabulary of a family file, as frozen pydantic models.
 
-A family file says what a family *is*; nothing here speaks of devices, kernels or bit widths. Every
-field that takes an Int, Num, Bool or Str also takes a reference to config.json (``registry.values``).
+A family file says what a family *is*; nothing here speaks of devices, kernels or bit widths. Sections are
+declared as they are when every reference is read; a family holds them as written (``registry.spec.written``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_experts.registry.spec.attention import GqaSpec as GqaSpec
-from mlx_experts.registry.spec.attention import MixerSpec as MixerSpec
 from mlx_experts.registry.spec.attention import OutputGateSpec as OutputGateSpec
 from mlx_experts.registry.spec.attention import PluginMixerSpec as PluginMixerSpec
 from mlx_experts.registry.spec.attention import RopeSpec as RopeSpec
 from mlx_experts.registry.spec.attention import TemperatureSpec as TemperatureSpec
+from mlx_experts.registry.spec.attention import WrittenMixer as WrittenMixer
 from mlx_experts.registry.spec.backbone import BackboneSpec
 from mlx_experts.registry.spec.checkpoint import (
     STANDARD_LAYOUTS,
@@ -29,9 +29,10 @@ from mlx_experts.registry.spec.config_test import ConfigTest as ConfigTest
 from mlx_experts.registry.spec.layer_rules import AllLayers, LayerRule, TypeRule
 from mlx_experts.registry.spec.prediction import PredictionSpec
 from mlx_experts.registry.spec.values import (
-    RESOLVED,
     Bool,
+    Configurable,
     Count,
+    FromConfig,
     Leaf,
     ModulePath,
     ModulePathOrNone,
@@ -39,38 +40,29 @@ from mlx_experts.registry.spec.values import (
     Num,
     Options,
     Positive,
-    Ref,
     SharedPath,
     Spec,
     Str,
     Width,
-    from_config,
+    WrittenAs,
 )
+from mlx_experts.registry.spec.written import Written
 
 
 def _offset_of_switch(value: Any) -> Any:
     return ("run" if value else "none") if isinstance(value, bool) else value
 
 
-if TYPE_CHECKING:
-    NormKind = Literal["rms", "layer", "layer_no_bias"]
-    NormOffset = Literal["none", "load", "run"]
-    Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-    Combine = Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]
-    GroupScore = Literal["top2", "max"]
-else:
-    NormKind = Ref | Literal["rms", "layer", "layer_no_bias"]
-    NormOffset = Ref | Annotated[Literal["none", "load", "run"], BeforeValidator(_offset_of_switch)]
-    Score = Ref | Literal["softmax", "sigmoid", "sqrtsoftplus"]
-    Combine = Ref | Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]
-    GroupScore = Ref | Literal["top2", "max"]
+NormOffset = Annotated[Literal["none", "load", "run"], BeforeValidator(_offset_of_switch)]
 
 
 class NormSpec(Spec):
     """The normalisation used by the decoder."""
 
-    kind: NormKind = Field("rms", description="RMSNorm, LayerNorm with a bias, or LayerNorm without one.")
-    offset: NormOffset = Field(
+    kind: Configurable[Literal["rms", "layer", "layer_no_bias"]] = Field(
+        "rms", description="RMSNorm, LayerNorm with a bias, or LayerNorm without one."
+    )
+    offset: Configurable[NormOffset] = Field(
         "none",
         description="Zero-centred weights: `load` adds one while loading original checkpoints, "
         "`run` adds one at run time; true means `run`, false `none`.",
@@ -132,8 +124,8 @@ class HeadSpec(Spec):
     """The output head."""
 
     path: ModulePath = Field("lm_head", description="Module path beside the root.")
-    tied: Bool = Field(
-        from_config("tie_word_embeddings", False), description="Whether the embedding serves as head."
+    tied: Annotated[Bool, FromConfig("tie_word_embeddings")] = Field(
+        False, description="Whether the embedding serves as head."
     )
     embedding_if_absent: Bool = Field(
         False, description="A head of its own that is the embedding where a checkpoint has none."
@@ -152,8 +144,8 @@ class ActivationSpec(Spec):
 
     alone = "name"
 
-    name: Str = Field(
-        from_config("hidden_act", "silu"),
+    name: Annotated[Str, FromConfig("hidden_act")] = Field(
+        "silu",
         description="Name of the activation; in a GLU a function of one argument is the one on its gate.",
     )
     alpha: Num = Field(1.0, description="Slope inside the sigmoid.")
@@ -188,7 +180,9 @@ class GroupsSpec(Spec):
 
     count: Count = Field(description="Number of groups.")
     keep: Count = Field(description="Groups kept.")
-    score: GroupScore = Field(description="A group's score: sum of its two best, or its best.")
+    score: Configurable[Literal["top2", "max"]] = Field(
+        description="A group's score: sum of its two best, or its best."
+    )
     enabled: Bool = Field(True, description="Whether selection is limited.")
     each: bool = Field(False, description="Every group gives equally many of the picked experts.")
     excluded: Literal["never", "zero"] = Field(
@@ -228,7 +222,9 @@ class RouterSpec(Spec):
     softcap: Num = Field(0.0, description="`cap * tanh(logits / cap)` before scoring; 0 for none.")
     select: str = Field("topk", description="`topk`, or the name of a plugin's selection.")
     options: Options = Field({}, description="Options of a plugin's selection or router.")
-    score: Score = Field(description="The function that makes scores of logits.")
+    score: Configurable[Literal["softmax", "sigmoid", "sqrtsoftplus"]] = Field(
+        description="The function that makes scores of logits."
+    )
     score_dtype: Literal["float32", "logits"] = Field(
         "float32", description="Type the scores are computed in."
     )
@@ -241,13 +237,11 @@ class RouterSpec(Spec):
     scale: Num = Field(1.0, description="Factor on the weights, after renormalizing.")
     expert_scale: ModulePath | None = Field(None, description="Leaf of a learned factor for each expert.")
 
-    @model_validator(mode="after")
-    def _a_linear_holds_no_bias_for_selection(self) -> RouterSpec:
-        """Quantising replaces a Linear, and with it whatever stands inside."""
+    def check(self) -> None:
+        """A Linear holds no bias for selection: quantising replaces it with whatever stands inside."""
         bias = self.selection_bias
         if self.quantizable and bias is not None and bias.path.startswith(f"{self.path}."):
             raise ValueError("a selection bias inside the router's module needs `quantizable: false`")
-        return self
 
 
 class LatentSpec(Spec):
@@ -287,7 +281,9 @@ class ExpertsSpec(Spec):
 class SharedSpec(Spec):
     """The expert that every token passes."""
 
-    combine: Combine = Field("sum", description="How its output joins the routed one.")
+    combine: Configurable[Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]] = Field(
+        "sum", description="How its output joins the routed one."
+    )
     path: SharedPath = Field(
         "shared_experts", description="Module path, from the MoE module (`../name` for the layer)."
     )
@@ -312,14 +308,15 @@ class SharedSpec(Spec):
         return self.enabled and (self.width or 0) * self.count > 0
 
 
+LayerRules = Annotated[tuple[LayerRule, ...], Field(min_length=1)]
+
+
 class MoeSpec(Spec):
     """The Mixture-of-Experts block."""
 
     path: ModulePathOrNone = Field("mlp", description="Module path in the layer.")
-    layers: tuple[LayerRule, ...] = Field(
-        (AllLayers(kind="all"),),
-        min_length=1,
-        description="Which layers: the first rule whose key is present.",
+    layers: Annotated[None, WrittenAs(LayerRules, (AllLayers(kind="all"),))] = Field(
+        None, description="Which layers: the first rule whose key is present."
     )
     dense_below: int = Field(0, description="With fewer experts than this such a layer has a dense MLP.")
     router: RouterSpec = Field(description="The router.")
@@ -329,45 +326,37 @@ class MoeSpec(Spec):
     output_bias: Leaf | None = Field(None, description="Leaf of a bias on the block's output.")
 
 
-def _key(name: str, *default: None) -> Any:
-    """A reference as a default: needed, or null where the key is absent."""
-    return Ref.model_validate({"from": name, **({"default": None} if default else {})})
-
-
 class SizesSpec(Spec):
     """Where config.json says the sizes."""
 
-    hidden_size: Width = Field(_key("hidden_size"), description="Model width.")
-    num_layers: Width = Field(_key("num_hidden_layers"), description="Decoder layers.")
-    vocab_size: Width = Field(_key("vocab_size"), description="Rows of the embedding.")
-    num_heads: Width = Field(_key("num_attention_heads"), description="Query heads.")
-    num_kv_heads: Width | None = Field(_key("num_key_value_heads", None), description="Key-value heads.")
-    head_dim: Width | None = Field(
-        _key("head_dim", None), description="Head width; hidden over heads when absent."
-    )
-    dense_width: Count | None = Field(_key("intermediate_size", None), description="Width of dense MLPs.")
-    norm_eps: Positive = Field(_key("rms_norm_eps"), description="Epsilon of the norms.")
-    max_positions: Width | None = Field(_key("max_position_embeddings", None), description="Longest context.")
-    num_experts: Count = Field(
-        _key("num_experts"), description="Routed experts; a list holds one number for each layer."
-    )
-    top_k: Count = Field(
-        _key("num_experts_per_tok"), description="Experts a token picks; may be such a list."
-    )
-    expert_width: Count = Field(
-        _key("moe_intermediate_size"), description="Inner width of a routed expert; may be such a list."
-    )
+    names_are_keys = True
 
-    @model_validator(mode="before")
-    @classmethod
-    def _names_are_references(cls, data: Any, info: ValidationInfo) -> Any:
-        """In this section a bare name, or a list of names, is a config key."""
-        if not isinstance(data, dict) or info.context is RESOLVED:
-            return data
-        return {
-            k: {"from": v} if isinstance(v, str) or (isinstance(v, list) and v and k != "") else v
-            for k, v in data.items()
-        }
+    hidden_size: Annotated[Width, FromConfig("hidden_size")] = Field(description="Model width.")
+    num_layers: Annotated[Width, FromConfig("num_hidden_layers")] = Field(description="Decoder layers.")
+    vocab_size: Annotated[Width, FromConfig("vocab_size")] = Field(description="Rows of the embedding.")
+    num_heads: Annotated[Width, FromConfig("num_attention_heads")] = Field(description="Query heads.")
+    num_kv_heads: Annotated[Width | None, FromConfig("num_key_value_heads")] = Field(
+        None, description="Key-value heads."
+    )
+    head_dim: Annotated[Width | None, FromConfig("head_dim")] = Field(
+        None, description="Head width; hidden over heads when absent."
+    )
+    dense_width: Annotated[Count | None, FromConfig("intermediate_size")] = Field(
+        None, description="Width of dense MLPs."
+    )
+    norm_eps: Annotated[Positive, FromConfig("rms_norm_eps")] = Field(description="Epsilon of the norms.")
+    max_positions: Annotated[Width | None, FromConfig("max_position_embeddings")] = Field(
+        None, description="Longest context."
+    )
+    num_experts: Annotated[Count, FromConfig("num_experts")] = Field(
+        description="Routed experts; a list holds one number for each layer."
+    )
+    top_k: Annotated[Count, FromConfig("num_experts_per_tok")] = Field(
+        description="Experts a token picks; may be such a list."
+    )
+    expert_width: Annotated[Count, FromConfig("moe_intermediate_size")] = Field(
+        description="Inner width of a routed expert; may be such a list."
+    )
 
 
 class Family(Spec):
@@ -391,12 +380,12 @@ class Family(Spec):
         {}, description="Values with names, each put where `$name` stands; nothing else reads them."
     )
     backbone: BackboneSpec | None = Field(None, description="Build mlx-lm's model, with these MoE blocks.")
-    config: SizesSpec = Field(SizesSpec(), description="Where config.json says the sizes.")
+    config: Written[SizesSpec] = Field(Written[SizesSpec](), description="Where config.json says the sizes.")
     names: NamesSpec = Field(NamesSpec(), description="Module paths of the frame.")
-    embedding: EmbeddingSpec = Field(EmbeddingSpec(), description="Token embedding.")
-    norm: NormSpec = Field(NormSpec(), description="Normalisation.")
-    block: BlockSpec = Field(BlockSpec(), description="The decoder layer.")
-    attention: MixerSpec | None = Field(
+    embedding: Written[EmbeddingSpec] = Field(Written[EmbeddingSpec](), description="Token embedding.")
+    norm: Written[NormSpec] = Field(Written[NormSpec](), description="Normalisation.")
+    block: Written[BlockSpec] = Field(Written[BlockSpec](), description="The decoder layer.")
+    attention: WrittenMixer | None = Field(
         None, description="The mixer of every layer, or the base of variants."
     )
     layer_types: tuple[TypeRule, ...] | None = Field(
@@ -411,13 +400,15 @@ class Family(Spec):
     mlp_variants: dict[str, Literal["dense", "moe", "none"]] = Field(
         {}, description="By layer type: which MLP the layer has, where the type decides it."
     )
-    dense: DenseSpec | None = Field(None, description="The MLP of layers without experts.")
-    moe: MoeSpec = Field(description="The Mixture-of-Experts block.")
-    head: HeadSpec = Field(HeadSpec(), description="Output head.")
-    mtp: PredictionSpec | None = Field(
+    dense: Written[DenseSpec] | None = Field(None, description="The MLP of layers without experts.")
+    moe: Written[MoeSpec] = Field(description="The Mixture-of-Experts block.")
+    head: Written[HeadSpec] = Field(Written[HeadSpec](), description="Output head.")
+    mtp: Written[PredictionSpec] | None = Field(
         None, description="Next-token prediction layers, which are kept where that is asked for."
     )
-    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="What checkpoints may look like.")
+    checkpoint: Written[CheckpointSpec] = Field(
+        Written[CheckpointSpec](), description="What checkpoints may look like."
+    )
     example: dict[str, Any] = Field(
         {}, description="Config entries of the tiny model that checks build, where they cannot be guessed."
     )

@@ -1,16 +1,16 @@
 """Rules that say, for every layer, whether it has experts and which type it is.
 
 Rules stand in a list; the first whose config key is present is used. Each is expanded at build time
-into one value per layer.
+into one value per layer, so that a rule has references and no resolved form.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
-from mlx_experts.registry.spec.values import AnyValue, Bool, Int, Spec
+from mlx_experts.registry.spec.values import Checked, Ref, Spec
 
 
 def _a_key_alone_is_a_list(value: Any) -> Any:
@@ -21,7 +21,7 @@ class AllLayers(Spec):
     """Every layer."""
 
     kind: Literal["all"] = Field(description="Every layer has experts.")
-    enabled: Bool = Field(True, description="Whether any layer has experts.")
+    enabled: Ref | StrictBool = Field(True, description="Whether any layer has experts.")
 
 
 class ListRule(Spec):
@@ -35,15 +35,15 @@ class FirstDense(Spec):
     """Layers from an index on, optionally every n-th."""
 
     kind: Literal["from_layer"] = Field(description="Layer i has experts when i >= first.")
-    first: Int = Field(description="First layer with experts.")
-    every: Int = Field(1, description="And i is a multiple of this.")
+    first: Ref | StrictInt = Field(description="First layer with experts.")
+    every: Ref | StrictInt = Field(1, description="And i is a multiple of this.")
 
 
 class SparseStep(Spec):
     """Every n-th layer except a list."""
 
     kind: Literal["sparse_step"] = Field(description="(i + 1) % step == 0 and i is not excepted.")
-    step: Int = Field(description="The step.")
+    step: Ref | StrictInt = Field(description="The step.")
     dense: str = Field(description="Config key with the list of excepted layers.")
     otherwise: tuple[int, ...] = Field((), description="The excepted layers where that key is absent.")
 
@@ -52,17 +52,17 @@ class Periodic(Spec):
     """Every n-th layer from an offset."""
 
     kind: Literal["periodic"] = Field(description="i % period == offset.")
-    period: Int = Field(description="The period.")
-    offset: Int | Literal["last"] = Field(description="The offset; `last` for period - 1.")
+    period: Ref | StrictInt = Field(description="The period.")
+    offset: Ref | StrictInt | Literal["last"] = Field(description="The offset; `last` for period - 1.")
 
 
 class RangeRule(Spec):
     """A range of layers at an interval."""
 
     kind: Literal["range"] = Field(description="start <= i <= end and (i + 1) % interval == 0.")
-    start: AnyValue = Field(description="First layer (a list gives its smallest).")
-    end: AnyValue = Field(description="Last layer (a list gives its largest); null or -1 for the last one.")
-    interval: Int = Field(description="The interval.")
+    start: Checked = Field(description="First layer (a list gives its smallest).")
+    end: Checked = Field(description="Last layer (a list gives its largest); null or -1 for the last one.")
+    interval: Ref | StrictInt = Field(description="The interval.")
 
 
 class IndexRule(Spec):
@@ -104,8 +104,8 @@ class TypePeriodic(Spec):
     """Every n-th layer is of one type, the rest of another."""
 
     kind: Literal["periodic"] = Field(description="i % period == offset picks the type `is`.")
-    period: Int = Field(description="The period.")
-    offset: Int | Literal["last"] = Field(description="The offset; `last` for period - 1.")
+    period: Ref | StrictInt = Field(description="The period.")
+    offset: Ref | StrictInt | Literal["last"] = Field(description="The offset; `last` for period - 1.")
     is_: str = Field(alias="is", description="Type of the picked layers.")
     otherwise: str = Field(description="Type of the other layers.")
     tail: str | None = Field(None, description="Type of the layers of an incomplete last period.")
@@ -127,10 +127,10 @@ class TypeRange(Spec):
     """A range of layers, every n-th of it, is of one type, the rest of another."""
 
     kind: Literal["range"] = Field(description="Layers start <= i < stop, every n-th, are of the type `is`.")
-    start: Int = Field(0, description="First layer of the range.")
-    stop: Int | None = Field(None, description="The layer past the range; null for no end.")
-    every: Int = Field(1, description="And i - start is a multiple of this.")
-    enabled: Bool = Field(True, description="Whether any layer is of the type `is`.")
+    start: Ref | StrictInt = Field(0, description="First layer of the range.")
+    stop: Ref | StrictInt | None = Field(None, description="The layer past the range; null for no end.")
+    every: Ref | StrictInt = Field(1, description="And i - start is a multiple of this.")
+    enabled: Ref | StrictBool = Field(True, description="Whether any layer is of the type `is`.")
     is_: str = Field(alias="is", description="Type of the layers in the range.")
     otherwise: str = Field(description="Type of the other layers.")
 

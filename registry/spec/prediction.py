@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mlx_experts.registry.spec.values import Count, DiskPath, ModulePath, Ref, Spec
+from mlx_experts.registry.spec.values import Count, DiskPath, FromConfig, ModulePath, Spec
 
 
 class PredictionSpec(Spec):
@@ -17,8 +17,8 @@ class PredictionSpec(Spec):
     model's head. Only the first of several such layers is kept.
     """
 
-    layers: Count = Field(
-        Ref.model_validate({"from": "num_nextn_predict_layers", "default": 0}),  # type: ignore[assignment]
+    layers: Annotated[Count, FromConfig("num_nextn_predict_layers")] = Field(
+        0,
         description="How many such layers the checkpoint has; 0 for none.",
     )
     reference: str = Field(description="The implementation that the section was read from.")

@@ -1,13 +1,15 @@
-"""Values in a family file: a literal, or a reference to a key of the checkpoint's config.json.
+"""Values of a family file, and what every section of it has.
 
-To a type checker the aliases below are the plain types, because everything downstream of
-``registry.resolve`` sees resolved values only; at run time they also admit a :class:`Ref`.
+A section is declared once, with the types that it has when every reference is read. What may be a reference
+to config.json carries the mark :data:`REFERABLE`; ``registry.spec.written`` makes of a section the form in
+which a family file states it.
 """
 
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,13 +20,11 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
-    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-RESOLVED: Final = {"resolved": True}
-"""The context of validating values that a config gave: an object among them is never a reference."""
+T = TypeVar("T")
 SIZE_BOUND = 2**28
 """No width, count or number of rows of a model comes near it, and products of two fit in 64 bits."""
 
@@ -48,6 +48,8 @@ class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
     alone: ClassVar[str | None] = None
     """The key whose value may stand for the whole section."""
+    names_are_keys: ClassVar[bool] = False
+    """Whether a bare name, or a list of names, is a reference to the config keys of these names."""
 
     @model_validator(mode="before")
     @classmethod
@@ -67,24 +69,35 @@ class Spec(BaseModel):
                     )
         return data
 
+    def check(self) -> None:
+        """Hold values to each other; the form as written is held to the same.
+
+        Raises:
+            ValueError: they cannot stand together.
+        """
+
+    @model_validator(mode="after")
+    def _values_stand_together(self) -> Self:
+        self.check()
+        return self
+
 
 def is_reference(value: Any) -> bool:
     """Whether a value of a family file is a reference to config.json."""
     return isinstance(value, dict) and "from" in value
 
 
-def _references_are_sound(value: Any, info: ValidationInfo) -> Any:
-    """The value as it is, where every reference in it is one; what a config gave holds none."""
-    if info.context is not RESOLVED:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        for each in inner:
-            _references_are_sound(each, info)
-        if isinstance(value, dict) and "from" in value:
-            Ref.model_validate(value)
+def references_are_sound(value: Any) -> Any:
+    """The value as it is, where every reference in it is one."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        references_are_sound(each)
+    if is_reference(value):
+        Ref.model_validate(value)
     return value
 
 
-Checked = Annotated[Any, BeforeValidator(_references_are_sound)]
+Checked = Annotated[Any, BeforeValidator(references_are_sound)]
 """Anything, in which a mapping with the key `from` is a reference."""
 
 
@@ -122,9 +135,7 @@ class Ref(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_key_may_stand_alone(cls, data: Any, info: ValidationInfo) -> Any:
-        if info.context is RESOLVED:
-            raise PydanticCustomError("reference", "a config cannot hold references")
+    def _one_key_may_stand_alone(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(data.get("from"), str):
             data = {**data, "from": [data["from"]]}
         return data
@@ -148,40 +159,62 @@ def short_reference(ref: Ref) -> str:
     return f"{keys} else {words[ref.default] if bare else ref.default}"
 
 
-def from_config(key: str, default: Any) -> Any:
-    """A reference as the default of a field: what a section means where a family file leaves the key out."""
-    return Ref.model_validate({"from": key, "default": default})
+@dataclass(frozen=True)
+class Referable:
+    """Marks what may be a reference to config.json where a family file states it.
+
+    Args:
+        inside: the references stand inside of a free value, at any depth.
+    """
+
+    inside: bool = False
 
 
-if TYPE_CHECKING:
-    Int = int
-    Count = int
-    Width = int
-    Num = float
-    Positive = float
-    NotNegative = float
-    Bool = bool
-    Str = str
-    AnyValue = Any
-    Leaf = str
-    ModulePath = str
-    ModulePathOrNone = str
-    SharedPath = str
-    LayerPath = str
-    DiskPath = str
-    Options = dict[str, Any]
-else:
-    Int = Ref | StrictInt
-    Count = Ref | Annotated[StrictInt, Field(ge=0, lt=SIZE_BOUND)]
-    Width = Ref | Annotated[StrictInt, Field(gt=0, lt=SIZE_BOUND)]
-    _WHOLE, _REAL = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)], Field(allow_inf_nan=False)
-    Num = Ref | _WHOLE | Annotated[StrictFloat, _REAL]
-    Positive = Ref | Annotated[_WHOLE, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0), _REAL]
-    NotNegative = Ref | Annotated[_WHOLE, Field(ge=0)] | Annotated[StrictFloat, Field(ge=0), _REAL]
-    Bool = Ref | StrictBool
-    Str = Ref | StrictStr
-    AnyValue = Checked
-    Leaf, ModulePath, ModulePathOrNone, SharedPath, LayerPath, DiskPath = (
-        Annotated[str, Field(pattern=pattern)] for pattern in PATH_WORDS
-    )
-    Options = Annotated[dict[str, Checked], BeforeValidator(_references_are_sound)]
+@dataclass(frozen=True)
+class FromConfig:
+    """Marks a field that a family file may leave out: it is then a reference to this config key.
+
+    Without the key the field's own default holds; a field without one needs the key.
+    """
+
+    key: str
+
+
+@dataclass(frozen=True)
+class WrittenAs:
+    """Marks a field whose written form has nothing in common with the resolved one.
+
+    Args:
+        kind: the type as written.
+        default: the value where a family file leaves it out.
+    """
+
+    kind: Any
+    default: Any = None
+
+
+REFERABLE: Final = Referable()
+Configurable = Annotated[T, REFERABLE]
+"""A literal; as written it may be a reference."""
+
+_REAL = Field(allow_inf_nan=False)
+_WHOLE = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+Int = Annotated[StrictInt, REFERABLE]
+Count = Annotated[StrictInt, Field(ge=0, lt=SIZE_BOUND), REFERABLE]
+Width = Annotated[StrictInt, Field(gt=0, lt=SIZE_BOUND), REFERABLE]
+Num = Annotated[_WHOLE | Annotated[StrictFloat, _REAL], REFERABLE]
+Positive = Annotated[Annotated[_WHOLE, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0), _REAL], REFERABLE]
+NotNegative = Annotated[
+    Annotated[_WHOLE, Field(ge=0)] | Annotated[StrictFloat, Field(ge=0), _REAL], REFERABLE
+]
+Bool = Annotated[StrictBool, REFERABLE]
+Str = Annotated[StrictStr, REFERABLE]
+AnyValue = Annotated[Any, Referable(inside=True)]
+Options = Annotated[dict[str, Any], Referable(inside=True)]
+_LEAF, _PATH, _PATH_OR_NONE, _SHARED, _LAYER, _DISK = PATH_WORDS
+Leaf = Annotated[str, Field(pattern=_LEAF)]
+ModulePath = Annotated[str, Field(pattern=_PATH)]
+ModulePathOrNone = Annotated[str, Field(pattern=_PATH_OR_NONE)]
+SharedPath = Annotated[str, Field(pattern=_SHARED)]
+LayerPath = Annotated[str, Field(pattern=_LAYER)]
+DiskPath = Annotated[str, Field(pattern=_DISK)]

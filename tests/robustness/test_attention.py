@@ -12,7 +12,7 @@ import pytest
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.models.known_families import catalog
-from mlx_experts.registry.resolve.planner import RopePlan
+from mlx_experts.registry.spec.rope_plan import RopePlan
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 

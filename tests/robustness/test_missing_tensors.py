@@ -193,8 +193,7 @@ def with_a_dense_layer(name: str, config: dict[str, Any], layer: int) -> dict[st
     count = at.get("num_hidden_layers", config.get("num_hidden_layers"))
     for rule in family.moe.layers:
         if isinstance(rule, rules.ListRule):
-            yes, no = (1, 0) if rule.value is True else (rule.value, "dense")
-            at[rule.key] = [yes if i > layer else no for i in range(count)]
+            at[rule.key] = [int(i > layer) for i in range(count)]
             return config
         if isinstance(rule, rules.FirstDense) and isinstance(rule.first, Ref):
             at[rule.first.keys[0]] = layer + 1

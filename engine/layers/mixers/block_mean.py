@@ -87,7 +87,8 @@ class BlockMeanAttention(Attention):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         spec = mixer_options(BlockMeanOptions, layer, "attention to blocks by their mean")
-        super().__init__(dataclasses.replace(layer, mixer=spec.attention), plan)
+        seen = spec.attention.model_copy(update={"rope": layer.rope})
+        super().__init__(dataclasses.replace(layer, mixer=seen), plan)
         self._blocks = spec
         check_parts(spec.budget, spec.block, "the token budget is no whole number of blocks", layer.index)
         norm = ZeroCentredRMSNorm if plan.norm.offset == "run" else nn.RMSNorm

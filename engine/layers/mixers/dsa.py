@@ -22,8 +22,9 @@ from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.layers.rope_turns import turn
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve.planner import LayerPlan, Plan, RopePlan
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.attention import Pairs
+from mlx_experts.registry.spec.rope_plan import RopePlan
 from mlx_experts.registry.spec.values import Bool, Count, ModulePath, Positive, Width
 
 _SHARED = {"full": False, "F": False, "shared": True, "S": True}

@@ -25,8 +25,9 @@ from mlx_experts.engine.layers.rope_turns import turn
 from mlx_experts.engine.layers.tensor_parallel import Cuts
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve.planner import LayerPlan, Plan, RopePlan
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import OutputGateSpec, PluginMixerSpec, TemperatureSpec
+from mlx_experts.registry.spec.rope_plan import RopePlan
 from mlx_experts.registry.spec.values import Bool, Count, Leaf, ModulePath, Positive, Spec, Width
 
 

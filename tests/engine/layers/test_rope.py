@@ -9,7 +9,7 @@ import pytest
 
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.registry.errors import ConfigError
-from mlx_experts.registry.resolve.plan import RopePlan
+from mlx_experts.registry.spec.rope_plan import RopePlan
 
 
 def yarn(**params: Any) -> Rope:

@@ -17,6 +17,7 @@ from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec import layer_rules as rules
 from mlx_experts.registry.spec.family import RopeSpec, RouterSpec
 from mlx_experts.registry.spec.values import Ref
+from mlx_experts.registry.spec.written import Written
 
 SIZES = Sizes(32, 4, 128, 4, 2, 8, 24, 1e-5, 512, 4, 2, 12)
 
@@ -65,7 +66,9 @@ def test_text_settings_may_stand_deeper_and_numbers_pick_from_lists() -> None:
 
 
 def test_base_of_a_layer_wins_and_zero_leaves_it_without_positions() -> None:
-    spec = RopeSpec.model_validate({"style": "half", "layer_theta": {"from": "bases", "per_layer": True}})
+    spec = Written[RopeSpec].model_validate(
+        {"style": "half", "layer_theta": {"from": "bases", "per_layer": True}}
+    )
     config = {"bases": [0, 300.0], "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
     resolver = Resolver("a_family", ConfigView(config))
     assert rope_plan(resolver, spec, 0, "full_attention", SIZES) is None

@@ -15,6 +15,7 @@ from mlx_experts.registry.resolve.rope import rope_plan
 from mlx_experts.registry.spec import layer_rules as rules
 from mlx_experts.registry.spec.family import RopeSpec
 from mlx_experts.registry.spec.values import Ref
+from mlx_experts.registry.spec.written import Written
 
 LAYER_RULE: TypeAdapter[Any] = TypeAdapter(rules.LayerRule)
 TYPE_RULE: TypeAdapter[Any] = TypeAdapter(rules.TypeRule)
@@ -105,7 +106,7 @@ def test_letters_may_repeat_and_leave_numbers_to_the_next_rule() -> None:
 
 
 def test_rope_parameters_of_a_config_without_any_are_not_mixed_with_stated_ones() -> None:
-    spec = RopeSpec.model_validate(
+    spec = Written[RopeSpec].model_validate(
         {
             "style": "half",
             "theta": 1.0,
@@ -155,7 +156,7 @@ def test_all_layers_or_none_may_have_experts() -> None:
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rope_parameters_that_are_no_object_are_refused(key: str) -> None:
-    spec = RopeSpec.model_validate({"style": "half", "theta": 1.0})
+    spec = Written[RopeSpec].model_validate({"style": "half", "theta": 1.0})
     sizes = Sizes(64, 1, 8, 4, 4, 16, None, 1e-5, 64, 4, 2, 16)
     resolver = Resolver("a_family", ConfigView({key: [1]}))
     with pytest.raises(ConfigError, match=f"'{key}' is not an object"):
