@@ -7,8 +7,10 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +19,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 
 from mlx_experts import load, load_model, save_model, stream_generate, trace
+from mlx_experts.engine.dispatch.expert_dispatch import in_slots
 from mlx_experts.engine.dispatch.trace import memory_line
+from mlx_experts.engine.kernels import expert_weights
+from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.kernels.memory.slots import ExpertSlots
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.layers.module_tree import find
+from mlx_experts.engine.loading import expert_memory
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.tools.inspect import inspect
 from mlx_experts.engine.tools.memory.pack import Quantised, pack
@@ -206,8 +215,8 @@ def test_another_number_of_experts_is_said(
     assert "a token picks 1 experts; the checkpoint was made for" in caplog.text
 
 
-def logits(model: LanguageModel) -> np.ndarray:
-    return np.array(model(IDS % model.plan.sizes.vocab_size).astype(mx.float32))
+def logits(model: LanguageModel, ids: mx.array = IDS) -> np.ndarray:
+    return np.array(model(ids % model.plan.sizes.vocab_size).astype(mx.float32))
 
 
 def test_a_packed_checkpoint_is_the_same_model(tmp_path: Path) -> None:
@@ -260,3 +269,45 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     assert "nothing was left behind" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots as a GPU has them: arrays that MLX updates, and not memory that is written to."""
+
+    def made(*arguments: Any, in_place: bool, **options: Any) -> ExpertSlots:
+        return ExpertSlots(*arguments, in_place=False, **options)
+
+    monkeypatch.setattr(expert_memory, "ExpertSlots", made)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_slots_that_are_updated_hold_what_those_that_are_written_to_hold(
+    fused: bool | None, updated: None
+) -> None:
+    whole, _ = load_model(DEMO, fused=fused)
+    part, _ = load_model(DEMO, fused=fused, expert_memory="0.6MB")
+    for ids in (IDS, IDS[:, :1], IDS[:, :2]):
+        np.testing.assert_array_equal(logits(part, ids), logits(whole, ids))
+
+
+def test_a_kernel_that_reads_slots_is_given_slots(updated: None) -> None:
+    """As a GPU's kernel is: it knows nothing of files, and leaves what does not fit to gathered products."""
+    whole, part = (blocks_of(load_model(DEMO, expert_memory=b)[0])[0][1] for b in (None, "0.6MB"))
+    experts = [expert_weights.read(find(b, b.experts_path), b.activation) for b in (whole, part)]
+    assert experts[0] is not None
+    assert experts[1] is not None
+    slots = experts[1].slots
+    assert slots is not None
+    runs = [cpu.prepare(replace(each, slots=None), mx.float32) for each in experts]
+    placed = in_slots(runs[1], experts[1])
+    x = mx.random.normal((1, whole.input_width), key=mx.random.key(3))
+    for first in range(0, 12, 3):
+        picks, shares = mx.array([[first, first + 2]]), mx.array([[0.25, 0.75]])
+        got, want = placed(x, picks, shares), runs[0](x, picks, shares)
+        assert isinstance(got, mx.array)
+        np.testing.assert_array_equal(np.array(got), np.array(want))
+    many = mx.arange(slots.slots + 1)[None]
+    declined = placed(x, many, mx.ones(many.shape))
+    assert isinstance(declined, Decline)
+    assert declined.rule == "expert memory"

@@ -11,10 +11,12 @@ import pytest
 from foreign_encoders import Planes, compressed, integers, nvfp4
 from mlx.utils import tree_flatten
 
+from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.checkpoint_loader import load_checkpoint
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.engine.tools.memory.pack import pack
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
-from mlx_experts.registry.errors import QuantizationError
+from mlx_experts.registry.errors import CheckpointError, QuantizationError
 
 D, F, E, HEAD, VOCAB, LAYERS = 192, 64, 4, 16, 96, 2
 CONFIG = {
@@ -129,3 +131,26 @@ def test_a_lone_fp8_tensor_leaves_no_half_loaded_model(tmp_path):
     with pytest.raises(QuantizationError) as caught:
         load_checkpoint(save(tmp_path / "encoded", stored, METHODS["fp8"][1]))
     assert caught.value.where.splitlines()[0] == "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_computed_from_an_encoding_is_packed_before_it_stays_in_files(method, tmp_path):
+    stored, _ = encoded(method)
+    tokens = mx.array([[5, 17, 80, 3, 41, 9]])
+    checkpoint = save(tmp_path / "encoded", stored, METHODS[method][1])
+    whole = np.array(load_checkpoint(checkpoint)[0](tokens))
+    if method == "mxfp4":
+        found, _, _ = load_checkpoint(checkpoint, expert_memory="100kB")
+        np.testing.assert_array_equal(np.array(found(tokens)), whole)
+    else:
+        with pytest.raises(CheckpointError, match="cannot stay in the files") as caught:
+            load_checkpoint(checkpoint, expert_memory="100kB")
+        assert "registry pack" in str(caught.value)
+    pack(tmp_path / "encoded", tmp_path / "packed")
+    packed = Checkpoint.open(tmp_path / "packed")
+    want = np.array(load_checkpoint(packed)[0](tokens))
+    # Weights that fp8 blocks gave are written in the checkpoint's own dtype.
+    assert np.abs(want - whole).max() <= (2e-2 if method == "fp8" else 1e-5) * np.abs(whole).max()
+    model, _, _ = load_checkpoint(packed, expert_memory="200kB")
+    assert any(block.slots for block in model.modules() if isinstance(block, MoE))
+    np.testing.assert_array_equal(np.array(model(tokens)), want)
