@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -209,7 +210,8 @@ class ExpertSlots:
 
 def _bytes_of(array: mx.array) -> np.ndarray:
     """The memory of an evaluated array, to be written to."""
-    return np.frombuffer((ctypes.c_char * array.nbytes).from_buffer(array), np.uint8)  # type: ignore[arg-type]
+    held: Any = (ctypes.c_char * array.nbytes).from_buffer(array)  # type: ignore[arg-type]
+    return np.frombuffer(held, np.uint8)
 
 
 class SlottedExperts(nn.Module):

@@ -162,7 +162,7 @@ def _dense(shape: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def _fill(file: str, descriptor: int, begin: int, out: np.ndarray) -> None:
-    rest = memoryview(out).cast("B")
+    rest = memoryview(out).cast("B")  # type: ignore[arg-type]
     while rest:
         try:
             count = os.preadv(descriptor, [rest], begin)

@@ -125,4 +125,4 @@ def _write(stream: IO[bytes], value: mx.array) -> None:
     flat = mx.contiguous(value).reshape(-1)
     raw = flat.view(mx.uint8) if flat.size and flat.dtype != mx.bool_ else flat.astype(mx.uint8)
     mx.eval(raw)
-    stream.write(memoryview(np.array(raw, copy=False)))
+    stream.write(memoryview(np.array(raw, copy=False)))  # type: ignore[arg-type]

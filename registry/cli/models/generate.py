@@ -141,8 +141,8 @@ def generate(
     if trace:
         rows = [(r.layer, r.path, r.rows, r.reason, r.count, r.note) for r in counts.table()]
         print_table("experts", ("layers", "path", "rows", "reason", "calls", "note"), rows)
-    if counts.memory():
-        console().print(f"[dim]{memory_line(counts.memory_total())}[/dim]")
+    if (read := counts.memory_total()) is not None:
+        console().print(f"[dim]{memory_line(read)}[/dim]")
 
 
 def _drafts(
