@@ -12,6 +12,7 @@ COMPONENTS: Final[dict[str, tuple[str, str]]] = {
     **{
         f"{_MIXERS}.{name}": ("mixer", name)
         for name in (
+            "adjusted",
             "block_mean",
             "compressed",
             "convolved",

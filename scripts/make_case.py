@@ -25,6 +25,7 @@ expert is used: what then disagrees with the case is wrong, not unlucky.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 import shutil
@@ -176,6 +177,10 @@ def build(recipe: dict[str, Any], seed: int) -> Any:
     config.architectures = [recipe["architecture"]]
     torch.manual_seed(seed)
     model = kind(config).to(torch.float32).eval()
+    for index, changes in recipe.get("layer_configs", {}).items():
+        layers, own = model.model.layers, copy.deepcopy(config)
+        own.update(changes)
+        layers[index] = type(layers[index])(own, layer_idx=index).to(torch.float32).eval()
     randomise(model, recipe.get("gain", 1.0))
     model.generation_config.eos_token_id = None
     return model
@@ -204,8 +209,14 @@ def randomise(model: torch.nn.Module, gain: float) -> None:
         model.tie_weights()
 
 
-def answers(model: Any, seed: int, unwatched: str) -> tuple[dict[str, np.ndarray], dict[str, float]] | None:
-    """The oracle of a model and how well it is conditioned, or None where it is not well enough."""
+def answers(
+    model: Any, seed: int, unwatched: str, past: str = "cache"
+) -> tuple[dict[str, np.ndarray], dict[str, float]] | None:
+    """The oracle of a model and how well it is conditioned, or None where it is not well enough.
+
+    Args:
+        past: what the model calls its cache; `past_key_values` before transformers 5.
+    """
     ids = torch.from_numpy(np.random.default_rng(seed).integers(3, 120, PROMPT))
     with torch.no_grad(), ExpertWatch(model, unwatched) as unused:
         logits = model(input_ids=ids, use_cache=False).logits
@@ -214,7 +225,7 @@ def answers(model: Any, seed: int, unwatched: str) -> tuple[dict[str, np.ndarray
         for i in range(NEW_TOKENS):
             picked.append(steps[-1].argmax(-1))
             if i + 1 < NEW_TOKENS:
-                result = model(input_ids=picked[-1][:, None], use_cache=True, cache=result["cache"])
+                result = model(input_ids=picked[-1][:, None], use_cache=True, **{past: result[past]})
                 steps.append(result.logits[:, -1])
         greedy, greedy_logits = torch.stack(picked, 1), torch.stack(steps, 1)
         whole = model(input_ids=torch.cat([ids, greedy[:, :-1]], 1), use_cache=False).logits

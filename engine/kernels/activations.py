@@ -143,6 +143,14 @@ def _silu_scalar(g: float, u: float, alpha: float, limit: float) -> float:
     return u / (1.0 + math.exp(-u))
 
 
+def _reglu_scalar(g: float, u: float, alpha: float, limit: float) -> float:
+    return g * u if g > 0.0 else 0.0
+
+
+def _geglu_plus_one_scalar(g: float, u: float, alpha: float, limit: float) -> float:
+    return 0.5 * g * (1.0 + math.erf(g * _SQRT_HALF)) * (u + 1.0)
+
+
 _G_CLAMPED = "(limit > 0.0f ? me_min(g, limit) : g)"
 _U_CLAMPED = "(limit > 0.0f ? me_max(me_min(u, limit), -limit) : u)"
 _C_SILU = "(({v}) / (1.0f + me_exp(-({v}))))"
@@ -280,6 +288,21 @@ for _row in (
         lambda g, u, alpha, limit: _gelu_tanh(g) * u,
         _geglu_tanh_scalar,
         f"{_C_GELU_TANH.format(v='g')} * u",
+    ),
+    ExpertActivation(
+        "reglu",
+        True,
+        lambda g, u, alpha, limit: mx.maximum(g, 0.0) * u,
+        _reglu_scalar,
+        "(g > 0.0f ? g * u : 0.0f)",
+    ),
+    # moondream's: one is added to the up half.
+    ExpertActivation(
+        "geglu_plus_one",
+        True,
+        lambda g, u, alpha, limit: _gelu(g) * (u + 1.0),
+        _geglu_plus_one_scalar,
+        f"{_C_GELU.format(v='g')} * (u + 1.0f)",
     ),
     ExpertActivation(
         "relu2",

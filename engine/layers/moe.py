@@ -447,6 +447,8 @@ class MoE(VersionedModule):
                 return lambda x, routed, own: routed + own
             case "mean":
                 return lambda x, routed, own: (routed + own) * 0.5
+            case "root_mean":
+                return lambda x, routed, own: (routed + own) * 0.5**0.5
             case "sigmoid_gate":
                 return lambda x, routed, own: routed + mx.sigmoid(gate(x)) * own
 

@@ -14,9 +14,11 @@ from mlx_experts.registry.spec.checkpoint import PluginOp
 
 ACTIVATIONS = (
     "geglu",
+    "geglu_plus_one",
     "geglu_tanh",
     "gelu",
     "gelu_tanh",
+    "reglu",
     "relu2",
     "silu",
     "situ",

@@ -138,7 +138,8 @@ def _put(config: dict[str, Any], ref: Ref, value: Any) -> None:
 
 
 def _known(config: dict[str, Any], ref: Ref) -> bool:
-    return any(_get(config, key) is not None for key in ref.keys)
+    # What stands for each layer in a list of its own is stated by an example, or not at all.
+    return any(_get(config, key.split(".{layer}")[0]) is not None for key in ref.keys)
 
 
 def _first(config: dict[str, Any], value: Any) -> Any:

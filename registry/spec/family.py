@@ -281,8 +281,8 @@ class ExpertsSpec(Spec):
 class SharedSpec(Spec):
     """The expert that every token passes."""
 
-    combine: Configurable[Literal["sum", "mean", "sigmoid_gate", "softmax_mix", "router"]] = Field(
-        "sum", description="How its output joins the routed one."
+    combine: Configurable[Literal["sum", "mean", "root_mean", "sigmoid_gate", "softmax_mix", "router"]] = (
+        Field("sum", description="How its output joins the routed one.")
     )
     path: SharedPath = Field(
         "shared_experts", description="Module path, from the MoE module (`../name` for the layer)."

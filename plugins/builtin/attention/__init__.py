@@ -1,0 +1,1 @@
+"""Attention with a piece that only one family has, each in a module of its own."""
