@@ -5,8 +5,8 @@
     python scripts/make_author_case.py arctic/base --code arctic/src/transformers/models/arctic
 
 The folder holds the authors' modules as they are. A recipe (scripts/author_recipes.yaml) names the module,
-its classes, the config, and under `stubs` packages that the module imports and the case does not use. What a case
-holds, and when a seed is accepted, scripts/make_case.py says.
+its classes, the config, and under `stubs` packages that the module imports and the case does not use. What
+a case holds, and when a seed is accepted, scripts/make_case.py says.
 """
 
 from __future__ import annotations
