@@ -162,7 +162,8 @@ def inspect_checkpoint(
     chosen = family or catalog(*families).load(entry.name if entry else "")
     plan = resolve(chosen, config)
     check_sizes(plan, checkpoint)
-    model = build(ModelArgs(plan, dict(config), None, str(config.get("model_type", ""))))
+    # Kernels on the CPU compute at once; without them a call stays a graph, and no weight is allocated.
+    model = build(ModelArgs(plan, dict(config), False, str(config.get("model_type", ""))))
     model.eval()
     result = Inspection(
         chosen.family,

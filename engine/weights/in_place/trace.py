@@ -15,9 +15,10 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.memory.views import FileView
 from mlx_experts.engine.weights.conversion import WeightConverter
-from mlx_experts.engine.weights.reader import array_dtype, array_shape, placeholder, stored_dtypes
+from mlx_experts.engine.weights.reader import array_dtype, array_shape, stored_dtypes
 from mlx_experts.engine.weights.tensor_tree import views_only
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+from mlx_experts.registry.checkpoint.safetensors_header import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def trace_experts(
             graph[part["type"]] = part.get(part["type"])
 
     with views_only():
-        mx.export_function(record, convert, *(placeholder(checkpoint.tensors[name]) for name in names))
+        mx.export_function(record, convert, *(_weightless(checkpoint.tensors[name]) for name in names))
     values: dict[str, Parts | str] = {}
     for name, given in zip(names, graph["inputs"], strict=True):
         info = checkpoint.tensors[name]
@@ -87,6 +88,11 @@ def trace_experts(
         values.update(zip(outputs, found, strict=True))
     traced = {path: values[given[0]] for path, given in zip(wanted, graph["outputs"], strict=True)}
     return traced
+
+
+def _weightless(info: TensorInfo) -> mx.array:
+    """An array of a tensor's shape and dtype that takes no memory: MLX evaluates what it traces with."""
+    return mx.broadcast_to(mx.zeros((), array_dtype(info)), array_shape(info))
 
 
 def _follow(step: Mapping[str, Any], inputs: list[Any]) -> list[Parts]:

@@ -197,6 +197,13 @@ def test_the_plan_is_what_loading_takes() -> None:
     assert found.memory.peak_bytes > found.memory.process_bytes + found.weight_bytes
 
 
+def test_planning_takes_no_memory() -> None:
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    found = inspect(DEMO, expert_memory="1MB")
+    assert mx.get_peak_memory() - before < found.weight_bytes / 20
+
+
 def test_fewer_experts_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     model, config = load_model(DEMO, experts_per_token=1)
     other, _ = load_model(DEMO, model_config={"num_experts_per_tok": 1})
