@@ -88,7 +88,7 @@ class Random:
         scales = ((0.5 + noise) / (4.6 * width**0.5)).astype(mx.bfloat16)
         self.tensors[f"{name}.weight"] = bits
         self.tensors[f"{name}.scales"] = scales
-        self.tensors[f"{name}.biases"] = scales * -8
+        self.tensors[f"{name}.biases"] = scales * -7.5
 
     def plain(self, name: str, value: mx.array) -> None:
         """A tensor that is not quantised."""
