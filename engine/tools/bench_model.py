@@ -70,6 +70,7 @@ class Comparison:
     Args:
         agree: greedy tokens from the start that are equal.
         logit_distance: of ours to mlx-lm's at the first decoded token, relative to the latter's length.
+        truth_distances: of mlx-lm's and of ours to mlx-lm's in float32; None where that was not asked for.
         traced: calls a token by path, rows and reason, in our model.
     """
 
@@ -78,6 +79,7 @@ class Comparison:
     tokens: int
     agree: int
     logit_distance: float
+    truth_distances: tuple[float, float] | None
     traced: dict[str, float]
 
     @property
@@ -94,12 +96,20 @@ class Comparison:
 
 
 def compare(
-    theirs: nn.Module, ours: nn.Module, vocab: int, *, tokens: int = 64, rounds: int = 5, prefill: int = 0
+    theirs: nn.Module,
+    ours: nn.Module,
+    vocab: int,
+    *,
+    tokens: int = 64,
+    rounds: int = 5,
+    prefill: int = 0,
+    truth: bool = False,
 ) -> Comparison:
     """Decode ``tokens`` greedily with both models in turn, ``rounds`` times.
 
     Args:
         prefill: rows of the prompt that is timed too; 0 for none.
+        truth: also compare the logits of both with those of mlx-lm's model in float32, which stays so.
     """
     mx.random.seed(1)
     prompt = mx.random.randint(0, vocab, (CONTEXT,))
@@ -125,7 +135,14 @@ def compare(
     }
     pairs = list(zip(texts["theirs"], texts["ours"], strict=True))
     agree = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    return Comparison(sides["theirs"], sides["ours"], len(pairs), agree, _distance(models, prompt), traced)
+    logits = {name: _logits(model, prompt) for name, model in models.items()}
+    apart = _distance(logits["ours"], logits["theirs"])
+    distances = None
+    if truth:
+        theirs.set_dtype(mx.float32)
+        true = _logits(theirs, prompt)
+        distances = _distance(logits["theirs"], true), _distance(logits["ours"], true)
+    return Comparison(sides["theirs"], sides["ours"], len(pairs), agree, apart, distances, traced)
 
 
 def _spread(values: list[float]) -> float:
@@ -218,12 +235,15 @@ def _kernels(model: nn.Module, prompt: mx.array) -> Kernels | None:
     return Kernels(len(events) / _COUNTED_TOKENS, busy / _COUNTED_TOKENS / 1e3, first)
 
 
-def _distance(models: Mapping[str, nn.Module], prompt: mx.array) -> float:
-    """Relative distance of the logits at one decoded token."""
-    logits = {}
-    for name, model in models.items():
-        cache = make_prompt_cache(model)
-        mx.eval(model(prompt[None, :-1], cache=cache))
-        logits[name] = model(prompt[None, -1:], cache=cache).astype(mx.float32)
-    far = mx.linalg.norm(logits["ours"] - logits["theirs"]) / mx.linalg.norm(logits["theirs"])
-    return cast(float, far.item())
+def _logits(model: nn.Module, prompt: mx.array) -> mx.array:
+    """Of one decoded token, in float32."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(prompt[None, :-1], cache=cache))
+    logits = model(prompt[None, -1:], cache=cache).astype(mx.float32)
+    mx.eval(logits)
+    return cast(mx.array, logits)
+
+
+def _distance(logits: mx.array, reference: mx.array) -> float:
+    """Relative to the length of the reference."""
+    return cast(float, (mx.linalg.norm(logits - reference) / mx.linalg.norm(reference)).item())

@@ -197,11 +197,14 @@ class AroundAttention:
             stacks["g"] = dense(find(attention, self.gate.path))
         made = {}
         heads = {"q": q_heads, "k": k_heads, "v": v_heads}
+        widths = {"q": attention.head_dim, "k": attention.head_dim, "v": attention.v_head_dim}
         for name, stack in stacks.items():
             if stack is None:
                 return unread(name)
             clip = spec.clip if name != "g" else None
-            made[name] = Product(stack, heads.get(name), packed=packed and name == "q", clip=clip)
+            made[name] = Product(
+                stack, heads.get(name), widths.get(name), packed=packed and name == "q", clip=clip
+            )
         return made
 
     def _asked(self, modules: Sequence[Any]) -> RowProduct | Decline:
@@ -244,9 +247,7 @@ class AroundAttention:
             if turns is not None:
                 turned = launched(turns, {**values, "offset": position})
                 values |= {name.removeprefix("out_"): y for name, y in turned.items()}
-            q = values["q"].reshape(1, attention.heads, 1, attention.head_dim)
-            k = values["k"].reshape(1, attention.kv_heads, 1, attention.head_dim)
-            v = values["v"].reshape(1, attention.kv_heads, 1, attention.v_head_dim)
+            q, k, v = (values[name] for name in "qkv")
             if spec.temperature is not None and spec.temperature.enabled:
                 q = q * query_temperature(spec.temperature, position[:1], 1, q.dtype)
             v = v if spec.value_scale == 1.0 else v * spec.value_scale
@@ -276,7 +277,7 @@ class AroundAttention:
 
         def run(modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
             x = rest[-1]
-            given = {"x": a.reshape(1, 1, asked.width), "gate": rest[0], "residual": x}
+            given = {"x": a, "gate": rest[0], "residual": x}
             y = launched(product, given)["y0"]
             if post is None:
                 return (y,)

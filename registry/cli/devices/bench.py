@@ -57,6 +57,9 @@ def bench(
     ] = None,
     vocab: Annotated[int | None, typer.Option(min=2, help="Vocabulary of it.", show_default=False)] = None,
     prefill: Annotated[int, typer.Option(min=0, help="Time a prompt of this many tokens too.")] = 0,
+    truth: Annotated[
+        bool, typer.Option("--truth", help="With --decode, compare logits with mlx-lm's in float32 too.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw ratio against expert width (.svg or .png).", show_default=False)
     ] = None,
@@ -89,7 +92,7 @@ def bench(
         from mlx_experts.registry.cli.devices import bench_model
 
         asked = bench_model.Asked(
-            decode, layers, vocab, dtype, mode, bits, group_size, tokens, rounds, prefill
+            decode, layers, vocab, dtype, mode, bits, group_size, tokens, rounds, prefill, truth
         )
         bench_model.run(asked, json, plot)
         return

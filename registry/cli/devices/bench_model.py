@@ -28,6 +28,7 @@ class Asked:
     tokens: int
     rounds: int
     prefill: int
+    truth: bool = False
 
 
 def run(asked: Asked, json: bool, plot: Path | None) -> None:
@@ -50,7 +51,13 @@ def run(asked: Asked, json: bool, plot: Path | None) -> None:
     dtype = asked.dtype or bench_experts.default_dtype()
     theirs, ours = random_model.build(config, storage, getattr(mx, dtype), experts_only=experts_only)
     result = bench_model.compare(
-        theirs, ours, config["vocab_size"], tokens=asked.tokens, rounds=asked.rounds, prefill=asked.prefill
+        theirs,
+        ours,
+        config["vocab_size"],
+        tokens=asked.tokens,
+        rounds=asked.rounds,
+        prefill=asked.prefill,
+        truth=asked.truth,
     )
     about = {
         **bench_experts.about(),
@@ -110,6 +117,9 @@ def _print(about: dict[str, Any], storage: Storage, result: Comparison, asked: A
     )
     if result.prefill_ratio is not None:
         print(f"prompt of {asked.prefill} tokens: {result.prefill_ratio:.2f}x")
+    if result.truth_distances is not None:
+        theirs, ours = result.truth_distances
+        print(f"logits at the first token to mlx-lm's in float32: mlx-lm {theirs:.1e}, ours {ours:.1e}")
     print(
         f"{result.agree} of {result.tokens} greedy tokens equal; logits {result.logit_distance:.1e} apart at "
         f"the first; calls a token: {', '.join(f'{n:g} {name}' for name, n in result.traced.items())}"

@@ -85,3 +85,15 @@ def test_every_public_model_has_mlx_lms_parameters(family):
         model = model_class(args_class.from_dict(config))
         names.append({name: array.shape for name, array in tree_flatten(model.parameters())})
     assert names[0] == names[1]
+
+
+def test_the_distance_to_float32_is_that_of_roundings():
+    config = public_model("qwen3_moe").config | SMALL
+    theirs, ours = random_model.build(config, storage_of("affine", 4, 32), mx.bfloat16, experts_only=False)
+    result = bench_model.compare(theirs, ours, SMALL["vocab_size"], tokens=2, rounds=1, truth=True)
+    assert result.truth_distances is not None
+    distance_of_theirs, distance_of_ours = result.truth_distances
+    assert 1e-4 < distance_of_ours < 5e-2
+    assert distance_of_theirs < 0.2
+    assert theirs.model.norm.weight.dtype == mx.float32
+    assert ours.decoder.norm.weight.dtype == mx.bfloat16
