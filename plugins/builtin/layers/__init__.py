@@ -1,1 +1,4 @@
-"""Decoder layers that only one family has, each in a module of its own."""
+"""Decoder layers that only one family has, each in a module of its own.
+
+Imports engine.layers and registry.spec; the standard plugins load what lies here.
+"""
