@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -43,7 +43,7 @@ def _folders(value: object) -> object:
 
 
 def _folder(value: object) -> object:
-    """A folder; nothing but spaces is none."""
+    """A folder, or a word; nothing but spaces is none."""
     return (value.strip() or None) if isinstance(value, str) else value
 
 
@@ -113,6 +113,12 @@ class Settings(BaseSettings):
         None,
         description="Threads of the CPU's kernels; more than there are cores are not started.",
         json_schema_extra=_page("a whole number; 0 as unset", "the machine's cores, or numba's own setting"),
+    )
+    cpu_activations: Annotated[Literal["float32", "int8"] | None, BeforeValidator(_folder)] = Field(
+        None,
+        description="What the CPU's kernels multiply activations as: `int8` is faster and rounds them, see "
+        "docs/benchmarks.md. An argument of `load` wins over it.",
+        json_schema_extra=_page("float32, int8", "float32"),
     )
     cache_dir: Folder = Field(
         None,

@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from mlx_experts import load_model
+from mlx_experts.engine.models.model import LastPosition, Model
 
 CONTEXT = 32
 
@@ -70,7 +71,7 @@ def llama(gguf: Path, node_folder: Path, tokens: int, threads: int, prompts: lis
     return {(kind, int(rows)): float(ms) for kind, rows, ms in lines}
 
 
-def ours(model: object, tokens: int, prompts: list[int]) -> Times:
+def ours(model: Model, tokens: int, prompts: list[int]) -> Times:
     """Median milliseconds of this package by ``(kind, rows)``."""
     found: Times = {}
     for length in prompts:
@@ -80,11 +81,12 @@ def ours(model: object, tokens: int, prompts: list[int]) -> Times:
     return found
 
 
-def _spans(model: object, length: int, tokens: int):
+def _spans(model: Model, length: int, tokens: int):
     """Milliseconds until each next token."""
     prompt = (mx.arange(length) * 37) % 9000 + 300
     last = time.perf_counter()
-    for _ in generate_step(prompt, model, max_tokens=tokens):
+    # As this package's own `stream_generate` calls it: no logits but the last position's.
+    for _ in generate_step(prompt, LastPosition(model), max_tokens=tokens):
         now = time.perf_counter()
         yield (now - last) * 1e3
         last = now
@@ -100,14 +102,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--activations", nargs="*", default=["float32", "int8"])
     asked = parser.parse_args()
-    model, _ = load_model(asked.folder)
-    ours(model, 2, asked.prompts)  # compiles and reads the weights
+    models = {a: load_model(asked.folder, cpu_activations=a)[0] for a in asked.activations}
+    for model in models.values():
+        ours(model, 2, asked.prompts)  # compiles and reads the weights
     for _ in range(asked.rounds):
         theirs = llama(asked.gguf, asked.node_folder, asked.tokens, asked.threads, asked.prompts)
-        for (kind, rows), mine in ours(model, asked.tokens, asked.prompts).items():
-            beside = f"llama.cpp {theirs[kind, rows]:8.1f} ms  mlx-experts {mine:8.1f} ms"
-            print(f"{kind:8} {rows:4}  {beside}", flush=True)
+        mine = {name: ours(model, asked.tokens, asked.prompts) for name, model in models.items()}
+        for (kind, rows), ms in theirs.items():
+            beside = "  ".join(f"{name} {found[kind, rows]:8.1f} ms" for name, found in mine.items())
+            print(f"{kind:8} {rows:4}  llama.cpp {ms:8.1f} ms  mlx-experts {beside}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,10 +22,12 @@ from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache, verif
 from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.dispatch.trace import Tally, TraceKey, rows_label, trace
 from mlx_experts.engine.kernels import FusedRun, expert_weights, fused_kernel, gather, many_rows_kernel
+from mlx_experts.engine.kernels.cpu import experts as cpu_experts
 from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.kernels.request import (
     Accept,
     Activation,
+    Activations,
     Decline,
     Device,
     KernelRequest,
@@ -122,14 +124,22 @@ class ExpertDispatch:
         layer: the layer's module path, for the trace.
         activation: the activation between the projections.
         fused: the argument of ``load``; None leaves the choice to the environment.
+        activations: likewise, what the CPU's kernel multiplies activations as.
     """
 
-    def __init__(self, layer: str, activation: Activation, fused: bool | None = None) -> None:
-        self.layer, self.activation, self.fused = layer, activation, fused
+    def __init__(
+        self, layer: str, activation: Activation, fused: bool | None = None, activations: str | None = None
+    ) -> None:
+        self.layer, self.activation, self.fused, self.activations = layer, activation, fused, activations
         self._bound: BoundExperts | None = None
 
-    def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None]]:
-        return type(self), (self.layer, self.activation, self.fused)
+    def __reduce__(self) -> tuple[type[ExpertDispatch], tuple[str, Activation, bool | None, str | None]]:
+        return type(self), (self.layer, self.activation, self.fused, self.activations)
+
+    def fresh(self, **changes: Any) -> ExpertDispatch:
+        """As this one with nothing decided, and some arguments changed."""
+        given = {"fused": self.fused, "activations": self.activations, **changes}
+        return type(self)(self.layer, self.activation, **given)
 
     def __call__(self, container: nn.Module, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         """``sum_k weights[k] * down_k(act(gate_k x, up_k x))`` for every row.
@@ -234,22 +244,44 @@ class ExpertDispatch:
                 experts = replace(experts, shared=added)
                 shared_request = expert_weights.shared_request(added, dtype=x.dtype, device=device)
                 request = replace(request, shared=shared_request)
-            run = kernel.unavailable() or kernel.prepare(experts, x.dtype)
+            activations = policy.activations(self.activations) if device == "cpu" else "float32"
+            run = kernel.unavailable()
+            if run is None and activations == "int8":
+                run = cpu_experts.prepare(experts, x.dtype, activations)
+            elif run is None:
+                run = kernel.prepare(experts, x.dtype)
             if not isinstance(run, Decline) and device != "cpu":
                 run = in_slots(run, experts)
             if not isinstance(run, Decline):
-                run = verify.verify_kernel(device, run, request, container, x, experts.shared)
+                run = verify.verify_kernel(device, run, request, container, x, experts.shared, activations)
             if not isinstance(run, Decline):
-                key = TraceKey(self.layer, "fused", rows_label(request.rows), device)
-                if isinstance(added, Decline):
-                    note = f"the shared expert apart, {added}. {added.hint}"
-                    return Decision(run, trace.tally(key, note))
-                note = "" if added is None else "with the shared expert"
-                return Decision(run, trace.tally(key, note), adds_shared=added is not None)
+                return self._fused(run, request, experts, added, activations)
             verdict = run
         elif verdict.rule == "rows":
             return self._many(request, asked, experts, container, x, shared is not None, verdict)
         return self.gathered(request.rows, verdict)
+
+    def _fused(
+        self,
+        run: FusedRun,
+        request: KernelRequest,
+        experts: expert_weights.ExpertWeights,
+        added: expert_weights.SharedExpertWeights | Decline | None,
+        activations: Activations,
+    ) -> Decision:
+        """The kernel's calls, and what the trace says of them."""
+        by, notes = str(request.device), []
+        if activations == "int8":
+            apart = cpu_experts.int8_declines(experts)
+            by = f"{by} {activations}"
+            notes += [] if apart is None else [f"some with float32 activations, {apart}"]
+        if isinstance(added, Decline):
+            notes.append(f"the shared expert apart, {added}. {added.hint}")
+        elif added is not None:
+            notes.append("with the shared expert")
+        key = TraceKey(self.layer, "fused", rows_label(request.rows), by)
+        adds = added is not None and not isinstance(added, Decline)
+        return Decision(run, trace.tally(key, "; ".join(notes)), adds_shared=adds)
 
     def _many(
         self,

@@ -20,9 +20,11 @@ import mlx.nn as nn
 from mlx_experts.engine.dispatch import eligibility, policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.dispatch.trace import Tally, TraceKey, linear_trace, rows_label
+from mlx_experts.engine.dispatch.verify import INT8_BOUND
 from mlx_experts.engine.kernels import naive
+from mlx_experts.engine.kernels.cpu import stacks
 from mlx_experts.engine.kernels.expert_weights import ARRAY_NAMES, Stack, dtype_name, read_dense
-from mlx_experts.engine.kernels.request import Decline, Projection
+from mlx_experts.engine.kernels.request import Activations, Decline, Projection
 
 Run = Callable[[mx.array], "mx.array | Decline"]
 
@@ -55,14 +57,19 @@ class LinearDispatch:
     Args:
         layer: the layer's module path, for the trace.
         fused: the argument of ``load``; None leaves the choice to the environment.
+        activations: likewise.
     """
 
-    def __init__(self, layer: str, fused: bool | None = None) -> None:
-        self.layer, self.fused = layer, fused
+    def __init__(self, layer: str, fused: bool | None = None, activations: str | None = None) -> None:
+        self.layer, self.fused, self.activations = layer, fused, activations
         self._decided = _Decided((), {})
 
-    def __reduce__(self) -> tuple[type[LinearDispatch], tuple[str, bool | None]]:
-        return type(self), (self.layer, self.fused)
+    def __reduce__(self) -> tuple[type[LinearDispatch], tuple[str, bool | None, str | None]]:
+        return type(self), (self.layer, self.fused, self.activations)
+
+    def fresh(self) -> LinearDispatch:
+        """As this one, with nothing decided."""
+        return type(self)(self.layer, self.fused, self.activations)
 
     def __call__(self, module: nn.Module, x: mx.array) -> mx.array | None:
         """``x W^T + bias`` for ``x`` [..., M], or None where the product is MLX's.
@@ -110,23 +117,28 @@ class LinearDispatch:
         if isinstance(verdict, Decline):
             return self._left(rows, verdict)
         assert stack is not None  # an adapted layer is declined
-        run = _prepared(stack, x)
+        activations = policy.activations(self.activations)
+        run = _prepared(stack, x, activations)
         if isinstance(run, Decline):
             return self._left(rows, run)
-        return _Decision(run, linear_trace.tally(TraceKey(self.layer, "fused", rows_label(rows), "cpu")))
+        why = stacks.int8_declines(stack, activations)
+        by = "cpu" if activations == "float32" or why is not None else f"cpu {activations}"
+        note = "" if why is None else f"{why}. {why.hint}"
+        return _Decision(run, linear_trace.tally(TraceKey(self.layer, "fused", rows_label(rows), by), note))
 
 
-def _prepared(stack: Stack, x: mx.array) -> Run | Decline:
+def _prepared(stack: Stack, x: mx.array, activations: Activations) -> Run | Decline:
     """The kernel for one layer, compared with the truth once for each kind of layer."""
     from mlx_experts.engine.kernels.cpu import linear
 
-    run = linear.unavailable() or linear.prepare(stack)
+    run = linear.unavailable() or linear.prepare(stack, activations)
     if isinstance(run, Decline):
         return run
-    tried, key = _tried(), (replace(stack.projection, rows=0), x.dtype, prod(x.shape[:-1]) == 1)
+    one = prod(x.shape[:-1]) == 1
+    tried, key = _tried(), (replace(stack.projection, rows=0), x.dtype, one, activations)
     verdict = tried.get(key)
     if verdict is None:
-        verdict = _compare(run, stack, x)
+        verdict = _compare(run, stack, x, activations)
         if verdict is None:
             return run  # not kept: the next layer of this kind may be tried
         tried[key] = verdict
@@ -134,11 +146,13 @@ def _prepared(stack: Stack, x: mx.array) -> Run | Decline:
 
 
 @functools.cache
-def _tried() -> dict[tuple[Projection, mx.Dtype, bool], Literal["agrees"] | Decline]:
+def _tried() -> dict[tuple[Projection, mx.Dtype, bool, Activations], Literal["agrees"] | Decline]:
     return {}
 
 
-def _compare(run: Run, stack: Stack, x: mx.array) -> Literal["agrees"] | Decline | None:
+def _compare(
+    run: Run, stack: Stack, x: mx.array, activations: Activations
+) -> Literal["agrees"] | Decline | None:
     """Both ends of the output against the truth; None where there are no values or no numbers."""
     rows = 1 if prod(x.shape[:-1]) == 1 else 5
     p = stack.projection
@@ -157,7 +171,8 @@ def _compare(run: Run, stack: Stack, x: mx.array) -> Literal["agrees"] | Decline
     if not mx.isfinite(length).item():
         return None
     error = cast(float, (distance / mx.maximum(length, 1e-20)).item())
-    if error <= _BOUNDS[x.dtype]:
+    bound = max(_BOUNDS[x.dtype], INT8_BOUND if activations == "int8" else 0.0)
+    if error <= bound:
         return "agrees"
     found = f"a relative distance of {error:.1e} to the truth"
     warnings.warn(
@@ -166,5 +181,5 @@ def _compare(run: Run, stack: Stack, x: mx.array) -> Literal["agrees"] | Decline
         RuntimeWarning,
         stacklevel=2,
     )
-    wanted = f"at most {_BOUNDS[x.dtype]:.0e}"
+    wanted = f"at most {bound:.0e}"
     return Decline("self_check", wanted, found, "Report what `registry check --device` prints.")

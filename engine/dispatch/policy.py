@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast, get_args
 
-from mlx_experts.engine.kernels.request import Device
+from mlx_experts.engine.kernels.request import Activations, Device
 from mlx_experts.registry import settings
+from mlx_experts.registry.errors import SettingError
 
 SWITCH = settings.variable("fused")
 WIDTH_BOUND = settings.variable("fused_max_dff")
@@ -91,6 +93,26 @@ class Tuned:
 
     bounds: Mapping[str, Bounds]
     source: str = "registry tune"
+
+
+def activations(asked: str | None) -> Activations:
+    """What the CPU's kernels multiply activations as.
+
+    Args:
+        asked: the argument of ``load``; None leaves the choice to the environment.
+
+    Raises:
+        SettingError: it is no such word, or a variable of the environment cannot be read.
+    """
+    chosen = settings.read().cpu_activations if asked is None else asked
+    if chosen not in (None, *get_args(Activations)):
+        raise SettingError(
+            "no such activations",
+            where="cpu_activations",
+            expected=" or ".join(get_args(Activations)),
+            found=repr(chosen)[:80],
+        )
+    return cast(Activations, chosen or "float32")
 
 
 def resolve(device: Device, fused: bool | None = None, *, tuned: Tuned | None = None) -> Policy:

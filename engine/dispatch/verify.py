@@ -17,13 +17,14 @@ import mlx.nn as nn
 from mlx_experts.engine.kernels import FusedRun, gather, naive
 from mlx_experts.engine.kernels.cpu.stacks import evaluated
 from mlx_experts.engine.kernels.expert_weights import SharedExpertWeights
-from mlx_experts.engine.kernels.request import Decline, KernelRequest
+from mlx_experts.engine.kernels.request import Activations, Decline, KernelRequest
 
 _ROWS = 5  # the most token rows that are tried on a CPU
 # Room for products in TF32, and for a kernel's rounding of activations and of its output; a wrong kernel is
 # off by about the size of what is added up. The distance is measured against that size and not against the
 # length of the sum, which may be next to nothing where experts cancel.
 _BOUNDS = {mx.float32: 1e-2, mx.bfloat16: 2e-2, mx.float16: 2e-2}
+INT8_BOUND = 3e-2  # activations that are rounded to 8 bits are off by half a percent a product
 
 
 def verify_kernel(
@@ -33,6 +34,7 @@ def verify_kernel(
     container: nn.Module,
     x: mx.array,
     shared: SharedExpertWeights | None = None,
+    activations: Activations = "float32",
 ) -> FusedRun | Decline:
     """The kernel where it agrees or cannot be tried, else why it is not to be used.
 
@@ -42,14 +44,15 @@ def verify_kernel(
         request: what it was accepted for.
         x: an input of the call, for its shape and dtype.
         shared: the shared expert that the kernel adds.
+        activations: what it multiplies activations as.
     """
     if request.device == "cpu" and request.rows > _ROWS:
         # The kernel is the same for any number of rows, and gathering many takes seconds.
         request, x = replace(request, rows=_ROWS), x.reshape(-1, x.shape[-1])[:_ROWS]
-    tried, key = _tried(), (kernel, request)
+    tried, key = _tried(), (kernel, request, activations)
     verdict = tried.get(key)
     if verdict is None:
-        verdict = _compare(kernel, run, request, container, x, shared)
+        verdict = _compare(kernel, run, request, container, x, shared, activations)
         if verdict is None:
             return run  # not kept: the next layer of this kind may be tried
         tried[key] = verdict
@@ -57,7 +60,7 @@ def verify_kernel(
 
 
 @functools.cache
-def _tried() -> dict[tuple[str, KernelRequest], Literal["agrees"] | Decline]:
+def _tried() -> dict[tuple[str, KernelRequest, Activations], Literal["agrees"] | Decline]:
     return {}
 
 
@@ -68,6 +71,7 @@ def _compare(
     container: nn.Module,
     x: mx.array,
     shared: SharedExpertWeights | None,
+    activations: Activations,
 ) -> Literal["agrees"] | Decline | None:
     """None inside a function transformation, which has no values, and for weights that are no numbers."""
     token = mx.random.normal(x.shape, key=mx.random.key(0)).astype(x.dtype)
@@ -89,7 +93,8 @@ def _compare(
     if not evaluated(distance, size) or not mx.isfinite(size).item():
         return None
     error = cast(float, (distance / mx.maximum(size, 1e-20)).item())
-    if error <= _BOUNDS[x.dtype]:
+    bound = max(_BOUNDS[x.dtype], INT8_BOUND if activations == "int8" else 0.0)
+    if error <= bound:
         return "agrees"
     found = f"a distance of {error:.1e} to float32 products, relative to what is added up"
     warnings.warn(
@@ -98,5 +103,5 @@ def _compare(
         RuntimeWarning,
         stacklevel=2,
     )
-    wanted = f"at most {_BOUNDS[x.dtype]:.0e}"
+    wanted = f"at most {bound:.0e}"
     return Decline("self_check", wanted, found, "Report what `registry check --device` prints.")

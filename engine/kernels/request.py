@@ -11,6 +11,8 @@ from typing import Literal
 
 Format = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "plain"]
 Device = Literal["cpu", "cuda", "metal"]
+Activations = Literal["float32", "int8"]
+"""What the CPU's kernels multiply activations as."""
 MAX_TOP_K = 32
 """The most experts a token that the kernels of the experts and of the router take."""
 

@@ -84,8 +84,14 @@ def _equipped(module: nn.Module, dispatch: LinearDispatch) -> nn.Module:
     kind = _CLASSES.get(type(module))
     if kind is not None:
         module.__class__ = kind
-        module._dispatch = LinearDispatch(dispatch.layer, dispatch.fused)
+        module._dispatch = dispatch.fresh()
     return module
+
+
+def use_activations(module: nn.Module, activations: str | None) -> None:
+    """What a linear layer of this package multiplies activations as; None leaves it to the environment."""
+    if isinstance(module, (Linear, QuantizedLinear, Embedding, QuantizedEmbedding)):
+        module._dispatch = LinearDispatch(module._dispatch.layer, module._dispatch.fused, activations)
 
 
 def equip(model: nn.Module, fused: bool | None = None) -> None:

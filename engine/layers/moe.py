@@ -155,7 +155,7 @@ class MoE(VersionedModule):
             take_rows(module, self._experts, kept)
         self._router.keep(self, columns)
         self._experts = len(kept)
-        self._dispatch = ExpertDispatch(self._dispatch.layer, self._dispatch.activation, self._dispatch.fused)
+        self._dispatch = self._dispatch.fresh()
 
     def check_keepable(self, where: str) -> None:
         """Hold the block to what :meth:`keep_experts` can do.
@@ -212,8 +212,12 @@ class MoE(VersionedModule):
 
     def use_fused(self, fused: bool | None) -> None:
         """Force, forbid or leave to the policy the fused path of this block from now on."""
-        self._dispatch = ExpertDispatch(self._dispatch.layer, self._dispatch.activation, fused)
+        self._dispatch = self._dispatch.fresh(fused=fused)
         self._router.use_fused(fused)
+
+    def use_activations(self, activations: str | None) -> None:
+        """What the CPU's kernel multiplies activations as; None leaves it to the environment."""
+        self._dispatch = self._dispatch.fresh(activations=activations)
 
     def request(self, rows: int, device: Device) -> KernelRequest:
         """What a fused kernel would be asked for a call of ``rows`` token rows."""

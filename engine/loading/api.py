@@ -57,6 +57,7 @@ def load_model(
     mtp: bool = False,
     expert_memory: str | int | None = None,
     experts_per_token: int | None = None,
+    cpu_activations: str | None = None,
 ) -> tuple[LanguageModel, dict[str, Any]]:
     """Load a model from a folder or a Hugging Face repository.
 
@@ -78,6 +79,8 @@ def load_model(
         expert_memory: memory for experts, such as `4GB` or a number of bytes; what it does not hold stays in
             the checkpoint's files and is read when a token picks it. None loads all.
         experts_per_token: experts that a token picks, instead of what the config says.
+        cpu_activations: what the CPU's kernels multiply activations as, `float32` or `int8`; None leaves the
+            choice to the environment.
 
     Returns:
         The model and its config.
@@ -98,6 +101,7 @@ def load_model(
         mtp=mtp,
         expert_memory=expert_memory,
         experts_per_token=experts_per_token,
+        cpu_activations=cpu_activations,
     )
     _tell(report, path_or_hf_repo)
     return model, config

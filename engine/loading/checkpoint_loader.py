@@ -15,6 +15,7 @@ from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.loading.expert_memory import in_slots, plan_experts, put_slots
 from mlx_experts.engine.loading.experts_per_token import changed_top_k, with_experts_per_token
 from mlx_experts.engine.models.base import LanguageModel
+from mlx_experts.engine.models.cpu_activations import choose_activations
 from mlx_experts.engine.models.factory import build
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.models.model import ModelArgs
@@ -68,6 +69,7 @@ def load_checkpoint(
     mtp: bool = False,
     expert_memory: str | int | None = None,
     experts_per_token: int | None = None,
+    cpu_activations: str | None = None,
 ) -> tuple[LanguageModel, dict[str, Any], LoadReport]:
     """Build the model of a checkpoint and fill every parameter.
 
@@ -85,6 +87,8 @@ def load_checkpoint(
         expert_memory: memory for experts, such as `4GB` or bytes; those that it does not hold stay in the
             files and are read when they are picked. None loads all.
         experts_per_token: experts that a token picks, instead of what the config says.
+        cpu_activations: what the CPU's kernels multiply activations as, ``float32`` or ``int8``; None leaves
+            the choice to the environment.
 
     Returns:
         The model, its config, and a report.
@@ -95,6 +99,7 @@ def load_checkpoint(
     compute = compute_dtype(dtype)
     # Settings that no layer could use are refused before anything is read.
     policy.resolve(current_device(), fused)
+    policy.activations(cpu_activations)
     config = {**checkpoint.config, **(model_config or {})}
     known = catalog(*families)
     if isinstance(family, str):
@@ -120,6 +125,8 @@ def load_checkpoint(
         except (TensorError, QuantizationError) as error:
             raise error.within(checkpoint.parts) from error
         model.eval()
+        if cpu_activations is not None:
+            choose_activations(model, cpu_activations)
         if not lazy:
             # One layer at a time, so that what is cut or decoded on the way is released with each.
             for layer in model.layers:

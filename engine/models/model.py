@@ -65,6 +65,26 @@ class ModelSteps:
     plain_caches: bool
 
 
+class LastPosition:
+    """A model that gives the logits of the last position only, which is all that generating reads.
+
+    The CPU's kernels compute what they are called for, also where nobody asks for the result: the head's
+    products for every position of a prompt.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(
+        self, inputs: mx.array, cache: list[Any] | None = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Token ids ``[B, L]`` to logits ``[B, 1, vocabulary]``."""
+        return self._model.last_logits(inputs, cache, input_embeddings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 class Model(LanguageModel, VersionedModule):
     """A language model built from a plan, with the interface of mlx-lm's models.
 
@@ -225,6 +245,14 @@ class Model(LanguageModel, VersionedModule):
         for module, cuts in cut:
             apply_cuts(module, cuts, group)
             module.divided(group)
+
+    def last_logits(
+        self, inputs: mx.array, cache: list[Any] | None = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Token ids ``[B, L]`` to the logits ``[B, 1, vocabulary]`` of the last position."""
+        steps: ModelSteps = self.steps()
+        caches = [None if cache is None or i is None else cache[i] for i in steps.cache_of]
+        return steps.logits(steps.decoder(inputs, caches, input_embeddings)[:, -1:])
 
     def hidden_and_logits(self, inputs: mx.array, cache: list[Any] | None) -> tuple[mx.array, mx.array]:
         """Hidden states [B, L, D] after the final norm, and the logits [B, L, vocabulary] of them."""

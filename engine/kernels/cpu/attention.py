@@ -12,7 +12,8 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from mlx_experts.engine.kernels.cpu.driver import DEPTH, _addresses, _call_dot, _room, both_forms
+from mlx_experts.engine.kernels.cpu.driver import DEPTH, _addresses, _room
+from mlx_experts.engine.kernels.cpu.numba_forms import both_forms, call_dot
 from mlx_experts.engine.kernels.cpu.tiles import PADDING
 
 QUERIES = 24  # queries of a head that a task takes: whole steps of the dot products
@@ -73,7 +74,7 @@ def _dots(dot, rows, number, inputs, outputs):  # type: ignore[no-untyped-def]
     """Products of the first ``number`` of ``rows`` [R, P] with inputs, by their addresses, to outputs."""
     width = rows.shape[1]
     for offset in range(0, width, DEPTH):
-        _call_dot(
+        call_dot(
             dot,
             rows.ctypes.data,
             width * 4,

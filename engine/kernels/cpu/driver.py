@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import get_num_threads, njit, prange, set_num_threads, types
-from numba.extending import intrinsic
+from numba import get_num_threads, njit, prange, set_num_threads
+
+from mlx_experts.engine.kernels.cpu.numba_forms import (
+    both_forms,
+    call_activation,
+    call_decode,
+    call_dot,
+    call_quantise,
+    call_rows,
+    kept_on_disk,
+    read,
+)
 
 (
     FUNCTION,  # compiled product of rows
@@ -34,7 +39,14 @@ from numba.extending import intrinsic
     SCALE_BYTES,  # bytes of scales, and of biases, a row
     DECODE,  # compiled decoder of rows, or 0 where rows are float32 as the products read them
     PADDED,  # floats of a decoded row
-) = range(14)
+    SPLIT,  # compiled split of an input for the matrix unit, or 0 where the unit does not take the stack
+    UNIT,  # compiled product on the matrix unit
+    STEPS,  # steps of a row there
+    INPUT,  # bytes of an input there
+    SUMMED,  # float32 numbers that are kept of an input there
+    SCRATCH,  # bytes of room that a product there needs
+    QUANTISE,  # compiled rounding of an input for the product of rows, or 0 where inputs are float32
+) = range(21)
 
 # One task's rows of gate and up; whole blocks of down (at most 32 weights), so that tasks share none.
 ROWS_AT_ONCE = 64
@@ -45,75 +57,6 @@ LOW_UP_TO = 12  # inputs
 DEPTH = 1024  # floats of a row that are multiplied at once, so that six inputs stay in the nearest cache
 NVFP4_LARGEST = 6 * 448  # what decoded weights are divided by beside their global scale
 FEW = 3  # inputs up to which reading packed rows again costs less than decoding them
-
-_FLOAT, _LONG = ir.FloatType(), ir.IntType(64)
-
-
-@intrinsic
-def _read(typingctx: Any, address: Any, index: Any) -> Any:
-    """The float32 at an index from an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(args[0], _FLOAT.as_pointer()), [args[1]])
-        return builder.load(pointer, align=4)
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _call_rows(
-    typingctx: Any, function: Any, w: Any, s: Any, b: Any, row_bytes: Any, scale_bytes: Any, count: Any,
-    x: Any, sums: Any, n: Any, out: Any,
-) -> Any:  # fmt: skip
-    """Call a compiled ``rows_product`` by address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 10)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), codegen
-
-
-@intrinsic
-def _call_decode(
-    typingctx: Any, function: Any, w: Any, s: Any, b: Any, row_bytes: Any, scale_bytes: Any, count: Any,
-    n: Any, out: Any, stride: Any,
-) -> Any:  # fmt: skip
-    """Call a compiled ``decode_rows`` by address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 9)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), codegen
-
-
-@intrinsic
-def _call_dot(
-    typingctx: Any, function: Any, w: Any, stride: Any, rows: Any, inputs: Any, outputs: Any, count: Any,
-    offset: Any, length: Any, column: Any, add: Any,
-) -> Any:  # fmt: skip
-    """Call a compiled ``dot_tile`` by address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 10)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), codegen
-
-
-@intrinsic
-def _call_activation(typingctx: Any, function: Any, g: Any, u: Any, alpha: Any, limit: Any) -> Any:
-    """Call a compiled activation by address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(_FLOAT, [_FLOAT] * 4)
-        return builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-
-    return types.float32(types.int64, *[types.float32] * 4), codegen
 
 
 @njit
@@ -127,7 +70,7 @@ def _room(rows, columns):  # type: ignore[no-untyped-def]
 @njit(error_model="numpy", nogil=True)
 def _factor(stack, expert):  # type: ignore[no-untyped-def]
     """What the products of an expert with a global scale are multiplied by."""
-    return _read(stack[SCALE_OF_ALL], expert) / np.float32(NVFP4_LARGEST)
+    return read(stack[SCALE_OF_ALL], expert) / np.float32(NVFP4_LARGEST)
 
 
 @njit(error_model="numpy", nogil=True)
@@ -135,7 +78,7 @@ def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped
     """``count`` rows of one expert times the input, with its factor and its biases, into ``out``."""
     at = expert * stack[ROWS] + first
     scales = at * stack[SCALE_BYTES]
-    _call_rows(
+    call_rows(
         stack[FUNCTION],
         stack[WEIGHT] + at * stack[ROW_BYTES],
         stack[SCALES] + scales,
@@ -153,19 +96,23 @@ def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped
             out[row] *= _factor(stack, expert)
     if stack[BIAS] != 0:
         for row in range(count):
-            out[row] += _read(stack[BIAS], at + row)
+            out[row] += read(stack[BIAS], at + row)
 
 
 @njit(error_model="numpy", nogil=True)
 def _lay_out(stack, values, first, count, planes, sums):  # type: ignore[no-untyped-def]
     """Put inputs ``first`` and following, whole blocks of them, where the product of rows wants them."""
+    if stack[QUANTISE] != 0:
+        into, beside = planes.ctypes.data, sums.ctypes.data
+        call_quantise(stack[QUANTISE], values.ctypes.data, first, count, into, beside, stack[BLOCKS])
+        return
     size = stack[WEIGHTS]
     for i in range(count // size):
         block = first // size + i
         total = np.float32(0)
         for position in range(size):
             value = values[i * size + position]
-            planes[position * stack[BLOCKS] + block] = value * _read(stack[PLANE_SCALES], position)
+            planes[position * stack[BLOCKS] + block] = value * read(stack[PLANE_SCALES], position)
             total += value
         sums[block] = total
 
@@ -181,15 +128,15 @@ def _run(  # type: ignore[no-untyped-def]
     for k in range(top_k):
         if indices[k] < 0 or indices[k] >= num_experts:
             return k
-    x_up, up_sums = _room(1, h)[0], np.empty(up[BLOCKS], np.float32)
+    x_up, up_sums = _room(1, h)[0], np.empty(2 * up[BLOCKS], np.float32)
     _lay_out(up, x, 0, h, x_up, up_sums)
-    x_gate, gate_sums = _room(1, h)[0], np.empty(gate[BLOCKS], np.float32)
+    x_gate, gate_sums = _room(1, h)[0], np.empty(2 * gate[BLOCKS], np.float32)
     if gated:
         _lay_out(gate, x, 0, h, x_gate, gate_sums)
 
     tasks = (f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     hidden = _room(top_k, f)
-    hidden_sums = np.empty((top_k, down[BLOCKS]), np.float32)
+    hidden_sums = np.empty((top_k, 2 * down[BLOCKS]), np.float32)
     for task in prange(top_k * tasks):
         k, first = task // tasks, task % tasks * ROWS_AT_ONCE
         count = min(ROWS_AT_ONCE, f - first)
@@ -198,7 +145,7 @@ def _run(  # type: ignore[no-untyped-def]
         if gated:
             _rows(gate, indices[k], first, count, x_gate, gate_sums, g)
         for row in range(count):
-            u[row] = _call_activation(act, g[row] if gated else u[row], u[row], alpha, limit)
+            u[row] = call_activation(act, g[row] if gated else u[row], u[row], alpha, limit)
         _lay_out(down, u, first, count, hidden[k], hidden_sums[k])
 
     for task in prange((h + OUTPUTS_AT_ONCE - 1) // OUTPUTS_AT_ONCE):
@@ -249,7 +196,7 @@ def _tile(stack, dot, expert, first, count, scratch, inputs, outputs, column):  
     if stack[DECODE] != 0:
         scales = at * stack[SCALE_BYTES]
         stride = stack[PADDED] * 4
-        _call_decode(
+        call_decode(
             stack[DECODE],
             weights,
             stack[SCALES] + scales,
@@ -264,7 +211,7 @@ def _tile(stack, dot, expert, first, count, scratch, inputs, outputs, column):  
         weights = scratch.ctypes.data
     for offset in range(0, stack[PADDED], DEPTH):
         length = min(DEPTH, stack[PADDED] - offset)
-        _call_dot(
+        call_dot(
             dot,
             weights,
             stride,
@@ -285,7 +232,7 @@ def _completed(stack, expert, row, value):  # type: ignore[no-untyped-def]
     if stack[SCALE_OF_ALL] != 0:
         value *= _factor(stack, expert)
     if stack[BIAS] != 0:
-        value += _read(stack[BIAS], expert * stack[ROWS] + row)
+        value += read(stack[BIAS], expert * stack[ROWS] + row)
     return value
 
 
@@ -294,7 +241,7 @@ def _linear(stack, dot, parts, x, out):  # type: ignore[no-untyped-def]
     count, width, rows = x.shape[0], x.shape[1], stack[ROWS]
     if count <= FEW:
         planes = _room(count, width)
-        sums = np.empty((count, stack[BLOCKS]), np.float32)
+        sums = np.empty((count, 2 * stack[BLOCKS]), np.float32)
         for r in range(count):
             _lay_out(stack, x[r], 0, width, planes[r], sums[r])
         for task in prange((rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
@@ -355,8 +302,8 @@ def _run_many(  # type: ignore[no-untyped-def]
             order[filled[flat[pair]]] = pair
             filled[flat[pair]] += 1
 
-    planes_up, sums_up = _room(tokens, h), np.empty((tokens, up[BLOCKS]), np.float32)
-    planes_gate, sums_gate = _room(tokens, h), np.empty((tokens, gate[BLOCKS]), np.float32)
+    planes_up, sums_up = _room(tokens, h), np.empty((tokens, 2 * up[BLOCKS]), np.float32)
+    planes_gate, sums_gate = _room(tokens, h), np.empty((tokens, 2 * gate[BLOCKS]), np.float32)
     spread_up = _room(tokens, up[PADDED])
     spread_gate = _room(tokens, gate[PADDED])
     for t in range(tokens):
@@ -367,7 +314,7 @@ def _run_many(  # type: ignore[no-untyped-def]
             _spread(gate, x[t], spread_gate[t])
 
     hidden = _room(pairs, down[PADDED])
-    hidden_sums = np.empty((pairs, down[BLOCKS]), np.float32)
+    hidden_sums = np.empty((pairs, 2 * down[BLOCKS]), np.float32)
     step = ROWS_AT_ONCE  # whole blocks of down, so that tasks share none
     tasks = (f + step - 1) // step
     shares = min(tasks, parts)
@@ -404,7 +351,7 @@ def _run_many(  # type: ignore[no-untyped-def]
                 for r in range(number):
                     for row in range(count):
                         value = u[r, row]
-                        u[r, row] = _call_activation(act, g[r, row] if gated else value, value, alpha, limit)
+                        u[r, row] = call_activation(act, g[r, row] if gated else value, value, alpha, limit)
                     if number <= FEW:
                         _lay_out(down, u[r], first, count, hidden[begin + r], hidden_sums[begin + r])
                     else:
@@ -467,35 +414,6 @@ def start_threads() -> None:
     finally:
         for name in quiet:
             del os.environ[name]
-
-
-def kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """numba's compilation of a function, kept on disk where a folder for it can be written."""
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no writable folder, neither beside this file nor in the home folder
-        return njit(**options)(function)
-
-
-@dataclass(frozen=True)
-class Forms:
-    """The two compilations of one computation."""
-
-    parallel: Callable[..., Any]
-    serial: Callable[..., Any]
-
-
-def both_forms(function: Any, **options: Any) -> Forms:
-    """Both forms; numba files compiled code under the function's name, so they need two names."""
-
-    def form(kind: str, parallel: bool) -> Callable[..., Any]:
-        name = f"{function.__name__.removeprefix('_')}_{kind}"
-        code = function.__code__.replace(co_name=name, co_qualname=name)
-        made = FunctionType(code, function.__globals__, name)
-        made.__qualname__ = name
-        return kept_on_disk(made, parallel=parallel, nogil=True, error_model="numpy", **options)
-
-    return Forms(form("parallel", True), form("serial", False))
 
 
 one_token = both_forms(_run)

@@ -20,9 +20,12 @@ from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.kernels.cpu.stacks import Plan, addresses
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights, SharedExpertWeights
 from mlx_experts.engine.kernels.naive import dequantised
-from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.kernels.request import Activations, Decline
 
 unavailable = start.unavailable
+
+# Tokens that the matrix unit takes at once: an input is kept six bytes a number for each of its experts.
+_AT_ONCE = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +43,13 @@ class _Layout:
     order: np.ndarray
 
     @classmethod
-    def of(cls, experts: ExpertWeights) -> _Layout:
-        up, down = stacks.plan(experts.up), stacks.plan(experts.down)
+    def of(cls, experts: ExpertWeights, activations: Activations) -> _Layout:
+        up, down = (stacks.plan(stack, activations) for stack in (experts.up, experts.down))
         activation = experts.activation
         count = experts.up.count
         return cls(
             gated=experts.gate is not None,
-            gate=up if experts.gate is None else stacks.plan(experts.gate),
+            gate=up if experts.gate is None else stacks.plan(experts.gate, activations),
             up=up,
             down=down,
             activation=_activation_function(activation.name),
@@ -83,11 +86,34 @@ class _Layout:
         else:
             if not some_left:
                 out[...] = 0
-            parts = start.parts() if large else 1
-            how = (stacks.dot_function().address, parts, self.order if turn is None else turn, some_left)
-            bad = start.run(driver.many_tokens, large, *layer, *how, x, chosen, shares, out)
+            how = (start.parts() if large else 1, self.order if turn is None else turn, some_left)
+            if all(plan.on_unit for plan in (self.gate, self.up, self.down)):
+                bad = self._on_unit(large, (*layer, stacks.tile_shapes(), *how), x, chosen, shares, out)
+            else:
+                how = (stacks.dot_function().address, *how)
+                bad = start.run(driver.many_tokens, large, *layer, *how, x, chosen, shares, out)
         if bad >= 0:
             raise IndexError(f"expert {chosen.reshape(-1)[bad]} of {self.count}")
+
+    def _on_unit(
+        self,
+        large: bool,
+        layer: tuple[Any, ...],
+        x: np.ndarray,
+        chosen: np.ndarray,
+        shares: np.ndarray,
+        out: np.ndarray,
+    ) -> int:
+        """Some tokens at a time on the matrix unit; -1, or where the first index is that is no expert."""
+        from mlx_experts.engine.kernels.cpu import unit
+
+        for first in range(0, len(x), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            some = (x[part], chosen[part], shares[part], out[part])
+            bad = int(start.run(unit.experts_on_unit, large, *layer, *some))
+            if bad >= 0:
+                return bad + first * chosen.shape[1]
+        return -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +126,8 @@ class _Shared:
     alive: tuple[mx.array, ...]
 
     @classmethod
-    def of(cls, shared: SharedExpertWeights) -> _Shared:
-        layout, stack = _Layout.of(shared.expert), shared.gate
+    def of(cls, shared: SharedExpertWeights, activations: Activations) -> _Shared:
+        layout, stack = _Layout.of(shared.expert, activations), shared.gate
         if stack is None:
             return cls(layout, None, 0.0, ())
         bias = 0.0 if stack.bias is None else float(stacks.float32(stack.bias)[0])
@@ -130,10 +156,10 @@ class _Layer:
     shared: _Shared | None
 
     @classmethod
-    def of(cls, experts: ExpertWeights) -> _Layer:
+    def of(cls, experts: ExpertWeights, activations: Activations) -> _Layer:
         arrays = tuple(_arrays(experts))
-        shared = None if experts.shared is None else _Shared.of(experts.shared)
-        return cls(arrays, addresses(arrays), _Layout.of(experts), shared)
+        shared = None if experts.shared is None else _Shared.of(experts.shared, activations)
+        return cls(arrays, addresses(arrays), _Layout.of(experts, activations), shared)
 
     def moved(self) -> bool:
         """Whether an array was changed in place and lies elsewhere since."""
@@ -158,9 +184,9 @@ def _activation_function(name: str) -> Any:
 class FusedExperts:
     """One layer's experts, ready for any number of tokens."""
 
-    def __init__(self, experts: ExpertWeights) -> None:
-        self._experts = experts
-        self._layer = _Layer.of(experts)
+    def __init__(self, experts: ExpertWeights, activations: Activations = "float32") -> None:
+        self._experts, self._activations = experts, activations
+        self._layer = _Layer.of(experts, activations)
 
     def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array | Decline:
         """See ``FusedRun``; a Decline inside a function transformation, which has no values to read.
@@ -174,7 +200,7 @@ class FusedExperts:
             return stacks.TRANSFORMED
         layer = self._layer
         if layer.moved():
-            layer = self._layer = _Layer.of(self._experts)
+            layer = self._layer = _Layer.of(self._experts, self._activations)
         rows, chosen, shares = map(stacks.rows_of, inputs)
         out = stacks.fresh(x.shape)
         flat = out.reshape(rows.shape)
@@ -191,8 +217,19 @@ class FusedExperts:
         return mx.array(out).astype(x.dtype)
 
 
-def prepare(experts: ExpertWeights, dtype: mx.Dtype) -> FusedExperts | Decline:
-    """See ``FusedKernel``; the kernel is the same for every activation dtype."""
+def int8_declines(experts: ExpertWeights) -> Decline | None:
+    """Why some of these stacks take float32 inputs although 8-bit ones are asked for, or None."""
+    return next(filter(None, (stacks.int8_declines(s, "int8") for s in experts.stacks())), None)
+
+
+def prepare(
+    experts: ExpertWeights, dtype: mx.Dtype, activations: Activations = "float32"
+) -> FusedExperts | Decline:
+    """See ``FusedKernel``; the kernel is the same for every activation dtype.
+
+    Args:
+        activations: what inputs are multiplied as, where the format has both.
+    """
     arrays = _arrays(experts)
     if not stacks.evaluated(*arrays):
         return stacks.TRANSFORMED  # the weights themselves are being differentiated
@@ -203,4 +240,4 @@ def prepare(experts: ExpertWeights, dtype: mx.Dtype) -> FusedExperts | Decline:
             "a view into a larger array",
             "Make the stacks contiguous when loading.",
         )
-    return FusedExperts(experts)
+    return FusedExperts(experts, activations)

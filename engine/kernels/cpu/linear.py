@@ -6,13 +6,15 @@ sums in the dtype of the activations. Here sums are float32 and rounded once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
 from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.kernels.cpu.stacks import addresses
 from mlx_experts.engine.kernels.expert_weights import Stack
-from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.kernels.request import Activations, Decline
 
 unavailable = start.unavailable
 
@@ -22,9 +24,11 @@ class FusedLinear:
 
     Args:
         stack: a stack of one, evaluated and without gaps.
+        activations: what inputs are multiplied as, where the format has both.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, activations: Activations = "float32") -> None:
+        self._activations = activations
         self._stack, self._arrays = stack, tuple(stack.arrays())
         self._bytes = sum(a.nbytes for a in self._arrays)
         # What MLX's product takes its dtype from; the floating-point formats keep their scales as bytes.
@@ -34,7 +38,7 @@ class FusedLinear:
 
     def _place(self) -> None:
         self._addresses = addresses(self._arrays)
-        self._plan = stacks.plan(self._stack)
+        self._plan = stacks.plan(self._stack, self._activations)
 
     def __call__(self, x: mx.array) -> mx.array | Decline:
         """``x W^T + bias`` for ``x`` ``[..., M]``, in the dtype of MLX's product, rounded once.
@@ -56,11 +60,21 @@ class FusedLinear:
     def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out`` [R, N] from float32 rows [R, M]."""
         large = self._bytes * len(rows) >= start.PARALLEL_FROM
-        parts, dot = start.parts() if large else 1, stacks.dot_function().address
-        start.run(start.compiled().linear, large, self._plan.numbers, dot, parts, rows, out)
+        parts, plan, driver = start.parts() if large else 1, self._plan, start.compiled()
+        if len(rows) > 1 and plan.on_unit:
+            start.run(linear_on_unit(), large, plan.numbers, stacks.tile_shapes(), parts, rows, out)
+        else:
+            start.run(driver.linear, large, plan.numbers, stacks.dot_function().address, parts, rows, out)
 
 
-def prepare(stack: Stack) -> FusedLinear | Decline:
+def linear_on_unit() -> Any:
+    """The computation on a processor's matrix unit."""
+    from mlx_experts.engine.kernels.cpu import unit
+
+    return unit.linear_on_unit
+
+
+def prepare(stack: Stack, activations: Activations = "float32") -> FusedLinear | Decline:
     """The kernel for one matrix, or why its arrays cannot be read."""
     arrays = stack.arrays()
     if not stacks.evaluated(*arrays):
@@ -72,4 +86,4 @@ def prepare(stack: Stack) -> FusedLinear | Decline:
             "a view into a larger array",
             "Make the weights contiguous when loading.",
         )
-    return FusedLinear(stack)
+    return FusedLinear(stack, activations)

@@ -93,6 +93,11 @@ def lacking() -> str:
     return ", ".join(name.upper() for name in wanted if name not in _features())
 
 
+def has(*names: str) -> bool:
+    """Whether the processor that is compiled for has these features of LLVM's."""
+    return is_x86() and _features().issuperset(names)
+
+
 def vector_lanes() -> int:
     """float32 lanes of this processor's widest vectors: 16, 8 or 4."""
     if "avx512f" in _features():

@@ -6,13 +6,16 @@ import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_experts.engine.kernels.expert_weights import Stack
-from mlx_experts.engine.kernels.request import Decline, Projection
+from mlx_experts.engine.kernels.request import Activations, Decline, Projection
+
+if TYPE_CHECKING:
+    from mlx_experts.engine.kernels.cpu.amx import Functions
 
 
 @lru_cache(maxsize=64)
@@ -37,6 +40,39 @@ def dot_function() -> Any:
     from mlx_experts.engine.kernels.cpu.tiles import dot_tile
 
     return dot_tile()
+
+
+@lru_cache(maxsize=64)
+def unit_functions(projection: Projection) -> Functions | None:
+    """What multiplies on the processor's matrix unit; None where it has none for the format."""
+    from mlx_experts.engine.kernels.cpu import amx
+
+    return amx.functions(projection) if amx.available() and amx.takes(projection) else None
+
+
+@lru_cache(maxsize=64)
+def int8_functions(projection: Projection) -> tuple[Any, Any, Functions | None]:
+    """Rounding and product of rows for 8-bit inputs, and what the matrix unit does with them."""
+    from mlx_experts.engine.kernels.cpu import amx, int8, native
+
+    on_unit = int8.functions(projection) if amx.available() and native.has("amx-int8") else None
+    return int8.quantise(projection), int8.rows_product(projection), on_unit
+
+
+def int8_declines(stack: Stack, activations: Activations) -> Decline | None:
+    """Why a stack is multiplied with float32 inputs although 8-bit ones are asked for, or None."""
+    if activations == "float32":
+        return None
+    from mlx_experts.engine.kernels.cpu import int8
+
+    return int8.declines(stack.projection)
+
+
+def tile_shapes() -> int:
+    """The address of the shapes of the matrix unit's tiles."""
+    from mlx_experts.engine.kernels.cpu import amx
+
+    return int(amx.configurations().ctypes.data)
 
 
 def kind_of(projection: Projection) -> Projection:
@@ -89,15 +125,25 @@ class Plan:
 
     numbers: np.ndarray
     alive: tuple[Any, ...]
+    on_unit: bool = False
 
 
-def plan(stack: Stack) -> Plan:
-    """The numbers of ``cpu_driver``'s legend for one stack."""
+def plan(stack: Stack, activations: Activations = "float32") -> Plan:
+    """The numbers of the driver's legend for one stack.
+
+    Args:
+        activations: what inputs are multiplied as, where the format has both; see ``int8_declines``.
+    """
+    from mlx_experts.engine.kernels.cpu import amx
     from mlx_experts.engine.kernels.cpu.rows import blocks_of
     from mlx_experts.engine.kernels.cpu.tiles import PADDING
 
     p = stack.projection
-    function = rows_function(kind_of(p))
+    quantise: Any = None
+    if activations == "int8" and int8_declines(stack, activations) is None:
+        quantise, function, unit = int8_functions(_kept(p))
+    else:
+        function, unit = rows_function(kind_of(p)), unit_functions(_kept(p))
     as_stored = p.format == "plain" and p.dtype == "float32" and p.cols % PADDING == 0
     decode = None if as_stored else decode_function(kind_of(p))
     blocks = blocks_of(p)
@@ -121,8 +167,20 @@ def plan(stack: Stack) -> Plan:
         0 if decode is None else decode.address,
         -(-p.cols // PADDING) * PADDING,
     ]
+    if unit is None:
+        numbers += [0] * 6
+    else:
+        counts = [unit.steps, unit.input_bytes, unit.numbers, amx.scratch_bytes(p)]
+        numbers += [unit.split.address, unit.product.address, *counts]
+    numbers.append(0 if quantise is None else quantise.address)
     copied = held(stack.bias, stack.global_scale)
-    return Plan(np.array(numbers, np.int64), (function, decode, plane_scales, bias, scale, *copied))
+    alive = (function, decode, plane_scales, bias, scale, unit, quantise, *copied)
+    return Plan(np.array(numbers, np.int64), alive, unit is not None)
+
+
+def _kept(projection: Projection) -> Projection:
+    """The part of a projection that code for a row of one width depends on."""
+    return replace(projection, rows=0, bias=False, global_scale=False)
 
 
 TRANSFORMED = Decline(

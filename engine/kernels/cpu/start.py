@@ -15,7 +15,7 @@ from mlx_experts.registry import settings
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from mlx_experts.engine.kernels.cpu.driver import Forms
+    from mlx_experts.engine.kernels.cpu.numba_forms import Forms
 
 # One parallel region at a time: numba's portable thread pool aborts the process on concurrent use.
 LOCK = threading.Lock()

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import prange
 
-from mlx_experts.engine.kernels.cpu.driver import both_forms, kept_on_disk
+from mlx_experts.engine.kernels.cpu.numba_forms import both_forms, kept_on_disk
 
 # Sums may be reordered; infinities and NaNs keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}

@@ -75,8 +75,12 @@ class StatefulMoE(MoE):
     def use_fused(self, fused: bool | None) -> None:
         """Force, forbid or leave to the policy the fused path of this block from now on."""
         super().use_fused(fused)
-        name = self._shared_dispatch.layer
-        self._shared_dispatch = ExpertDispatch(name, self.activation, fused)
+        self._shared_dispatch = self._shared_dispatch.fresh(fused=fused)
+
+    def use_activations(self, activations: str | None) -> None:
+        """What the CPU's kernel multiplies activations as; None leaves it to the environment."""
+        super().use_activations(activations)
+        self._shared_dispatch = self._shared_dispatch.fresh(activations=activations)
 
     def __call__(
         self, x: mx.array, shared: nn.Module | None = None, state: ForwardState | None = None

@@ -60,7 +60,7 @@ def generate(
     families: Families = None,
     plugin: Plugins = None,
     family: Annotated[str | None, typer.Option("--family", help="Use this family.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Show which path the experts took.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Show which paths the layers took.")] = False,
     json: Json = False,
 ) -> None:
     """Generate text.
@@ -139,8 +139,14 @@ def generate(
             + "[/dim]"
         )
     if trace:
+        from mlx_experts.engine.dispatch.trace import linear_trace
+
         rows = [(r.layer, r.path, r.rows, r.reason, r.count, r.note) for r in counts.table()]
-        print_table("experts", ("layers", "path", "rows", "reason", "calls", "note"), rows)
+        columns = ("layers", "path", "rows", "reason", "calls", "note")
+        print_table("experts", columns, rows)
+        linear = [(r.layer, r.path, r.rows, r.reason, r.count, r.note) for r in linear_trace.table()]
+        if linear:
+            print_table("linear layers", columns, linear)
     if (read := counts.memory_total()) is not None:
         console().print(f"[dim]{memory_line(read)}[/dim]")
 
@@ -225,6 +231,8 @@ def _tokens(tokenizer: Any, text: str, system: str | None, raw: bool) -> list[in
 
 
 def _result(text: str, last: Any, counts: Any) -> dict[str, Any]:
+    from mlx_experts.engine.dispatch.trace import linear_trace
+
     return {
         "text": text,
         "prompt_tokens": last.prompt_tokens if last else 0,
@@ -235,4 +243,5 @@ def _result(text: str, last: Any, counts: Any) -> dict[str, Any]:
         "finish_reason": last.finish_reason if last else None,
         "trace": [asdict(row) for row in counts.snapshot()],
         **({"expert_memory": [asdict(row) for row in counts.memory()]} if counts.memory() else {}),
+        "linear_trace": [asdict(row) for row in linear_trace.table()],
     }

@@ -21,6 +21,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_experts.engine.kernels import activations, expert_weights, naive
+from mlx_experts.engine.kernels.cpu import amx, stacks
 from mlx_experts.engine.kernels.gpu.launch_pair import Pair, arrays_of
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, text
 from mlx_experts.engine.kernels.request import Activation, KernelRequest
@@ -378,3 +379,13 @@ def cuda_text_of() -> Callable[[Built, Pair], list[str]]:
         ]
 
     return texts
+
+
+@pytest.fixture(params=["vectors", "matrix unit"])
+def machine(request, monkeypatch):
+    """Both ways to multiply many rows, where the processor has the second."""
+    if request.param == "vectors":
+        monkeypatch.setattr(stacks, "unit_functions", lambda projection: None)
+    elif not amx.available():
+        pytest.skip("the processor has no matrix unit")
+    return request.param

@@ -13,10 +13,10 @@ import pytest
 from mlx_experts.engine.dispatch import eligibility
 from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.kernels import activations, expert_weights, naive
+from mlx_experts.engine.kernels.cpu import amx, numba_forms, stacks, start, unit
 from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 from mlx_experts.engine.kernels.cpu import experts as cpu
 from mlx_experts.engine.kernels.cpu import rows as cpu_rows
-from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.kernels.request import Accept, Projection
 from mlx_experts.engine.tools.bench_experts import relative_rms
 
@@ -154,7 +154,7 @@ def test_one_thread_at_a_time_is_in_the_compiled_code(container, token, monkeypa
         inside.pop()
         return -1
 
-    forms = cpu_driver.Forms(entered, entered)
+    forms = numba_forms.Forms(entered, entered)
     monkeypatch.setattr(start, "compiled", lambda: SimpleNamespace(one_token=forms))
     threads = [threading.Thread(target=run, args=call) for _ in range(4)]
     for thread in threads:
@@ -346,7 +346,7 @@ def test_a_shared_expert_changed_in_place_is_noticed(build_case, case_type):
     ],
     ids=str,
 )
-def test_many_tokens_match_the_truth(container, stored, kind, dtype, rows):
+def test_many_tokens_match_the_truth(machine, container, stored, kind, dtype, rows):
     """With 5 experts each has many tokens, with 40 some have one and some none."""
     narrow, _ = DTYPES[dtype]
     for experts, top_k in ((5, 2), (40, 3)):
@@ -404,6 +404,31 @@ MANY = {
 }
 
 
+UNIT = {
+    "an expert's rows": ("order[padded[e] + filled[e]] = pair", "order[pair] = pair"),
+    "parts of hidden values": ("_split(down, hidden[row]", "_split(down, hidden[0]"),
+    "gate": (
+        "other = _completed(gate, e, first + i, g[r, i])",
+        "other = _completed(gate, e, first + i, u[r, i])",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNIT)
+def test_a_fault_planted_in_the_matrix_units_order_is_caught(container, stored, monkeypatch, name):
+    if not amx.available():
+        pytest.skip("the processor has no matrix unit")
+    right, wrong = UNIT[name]
+    text = Path(unit.__file__).read_text()
+    assert text.count(right) == 1
+    mutant = ModuleType("unit_mutant")
+    monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
+    exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
+    monkeypatch.setattr(unit, "experts_on_unit", mutant.experts_on_unit)
+    c = container(hidden=96, width=160, experts=5, stored=stored("affine", 4, 32), bias=True)
+    assert not _many(c, 9, 5, 2, 96, mx.float32) < 1e-3
+
+
 @pytest.mark.parametrize("name", MANY)
 def test_a_planted_fault_among_many_tokens_is_caught(container, stored, monkeypatch, name):
     right, wrong = MANY[name]
@@ -413,5 +438,6 @@ def test_a_planted_fault_among_many_tokens_is_caught(container, stored, monkeypa
     monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
     exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
     monkeypatch.setattr(start, "_numba", lambda: mutant)
+    monkeypatch.setattr(stacks, "unit_functions", lambda projection: None)
     c = container(hidden=96, width=160, experts=5, stored=stored("affine", 4, 32), bias=True)
     assert not _many(c, 9, 5, 2, 96, mx.float32) < 1e-3

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_experts.engine.kernels import expert_weights, naive
-from mlx_experts.engine.kernels.cpu import driver, linear, native, stacks, start, tiles
+from mlx_experts.engine.kernels.cpu import amx, driver, linear, native, stacks, start, tiles, unit
 from mlx_experts.engine.kernels.cpu import rows as cpu_rows
 from mlx_experts.engine.kernels.request import Decline
 
@@ -61,9 +61,31 @@ def inputs_of(rows, width, dtype):
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
-def test_every_format_matches_the_truth_for_any_number_of_rows(kind, dtype):
+def test_every_format_matches_the_truth_for_any_number_of_rows(monkeypatch, kind, dtype):
+    monkeypatch.setattr(stacks, "unit_functions", lambda projection: None)
     module = layer(kind, 37, 384, dtype, bias=True)
     for rows in ROWS:
+        assert error_of(module, inputs_of(rows, 384, dtype)) <= CLOSE[dtype], rows
+
+
+ON_UNIT = [
+    *(f for f in AFFINE if f[2] == 64 or f[1] == 4),
+    ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
+    ("plain", 0, 0),
+]
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("kind", ON_UNIT, ids=str)
+def test_the_matrix_unit_is_as_exact_as_float32(kind, dtype):
+    if not amx.available():
+        pytest.skip("the processor has no matrix unit")
+    module = layer(kind, 37, 384, dtype, bias=True)
+    assert linear.prepare(expert_weights.read_dense(module))._plan.on_unit == (
+        kind[0] != "plain" or dtype == mx.bfloat16
+    )
+    for rows in ROWS[1:]:
         assert error_of(module, inputs_of(rows, 384, dtype)) <= CLOSE[dtype], rows
 
 
@@ -73,7 +95,7 @@ def test_every_format_matches_the_truth_for_any_number_of_rows(kind, dtype):
 @pytest.mark.parametrize(
     "kind", [("affine", 4, 32), ("affine", 3, 32), ("mxfp4", 4, 32), ("plain", 0, 0)], ids=str
 )
-def test_odd_sizes_match_the_truth(kind, outputs, inputs):
+def test_odd_sizes_match_the_truth(machine, kind, outputs, inputs):
     module = layer(kind, outputs, inputs, mx.float32)
     for rows in (1, 4, 7, 19):
         assert error_of(module, inputs_of(rows, inputs, mx.float32)) <= 1e-6, rows
@@ -176,7 +198,7 @@ MUTATIONS = {
     "rows left over": (tiles, "builder.sub(rows, builder.mul(whole, tile_rows))", "builder.sub(rows, rows)"),
     "first part of a row": (tiles, "builder.fadd(part, before)", "part"),
     "last tile": (driver, "(rows + height - 1) // height", "rows // height"),
-    "bias of the layer": (driver, "value += _read(stack[BIAS]", "value -= _read(stack[BIAS]"),
+    "bias of the layer": (driver, "value += read(stack[BIAS]", "value -= read(stack[BIAS]"),
     "order of inputs": (driver, "row[position * blocks + i] = values", "row[i * size + position] = values"),
 }
 
@@ -189,6 +211,7 @@ def test_a_planted_fault_is_caught(monkeypatch, name):
     mutant = ModuleType(f"{module.__name__}_mutant")
     monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
     exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
+    monkeypatch.setattr(stacks, "unit_functions", lambda projection: None)
     if module is driver:
         monkeypatch.setattr(start, "_numba", lambda: mutant)
     else:
@@ -197,6 +220,41 @@ def test_a_planted_fault_is_caught(monkeypatch, name):
     made = layer(("affine", 4, 64), 37, 2560, mx.float32, bias=True)
     # Seven inputs: a whole step of six and one that is left over.
     assert not error_of(made, inputs_of(7, 2560, mx.float32)) < 1e-3
+
+
+UNIT_MUTATIONS = {
+    "third part of an input": (
+        amx,
+        "for part in range(PARTS):\n                    bits",
+        "for part in range(2):\n                    bits",
+    ),
+    "order of the weights": (amx, "8 * block + j + 4 * k", "8 * block + 2 * j + k"),
+    "scale of a group": (amx, "value = builder.fmul(value, scale)", "value = value"),
+    "bias of a group": (amx, "builder.fmul(shift, total)", "shift"),
+    "earlier groups": (amx, "builder.fadd(before, value)", "value"),
+    "last rows": (unit, "tiles = (rows + HEIGHT - 1) // HEIGHT", "tiles = rows // HEIGHT"),
+    "later blocks": (unit, "place = row * each", "place = 0"),
+    "bias of the layer": (unit, "_completed(stack, 0, first + i, made[r, i])", "made[r, i]"),
+}
+
+
+@pytest.mark.parametrize("name", UNIT_MUTATIONS)
+def test_a_fault_planted_in_the_matrix_units_code_is_caught(monkeypatch, name):
+    if not amx.available():
+        pytest.skip("the processor has no matrix unit")
+    module, right, wrong = UNIT_MUTATIONS[name]
+    text = Path(module.__file__).read_text()
+    assert text.count(right) >= 1
+    mutant = ModuleType(f"{module.__name__}_mutant")
+    monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
+    exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
+    if module is unit:
+        monkeypatch.setattr(linear, "linear_on_unit", lambda: mutant.linear_on_unit)
+    else:
+        monkeypatch.setattr(stacks, "unit_functions", cache(mutant.functions))
+    made = layer(("affine", 4, 64), 37, 2560, mx.float32, bias=True)
+    # Six blocks of fifteen inputs, five of them padding; a lost third part shows in the last bits only.
+    assert not error_of(made, inputs_of(85, 2560, mx.float32)) < 1e-6
 
 
 def test_machine_code_is_kept_and_what_is_damaged_is_made_again(monkeypatch, tmp_path):
