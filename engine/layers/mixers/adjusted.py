@@ -57,7 +57,7 @@ class AdjustedAttention(Attention):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         self._adjusted = spec = mixer_options(AdjustedOptions, layer, "attention with adjusted logits")
-        attention = spec.attention
+        attention = spec.attention.model_copy(update={"rope": layer.rope})
         if spec.head_parts:
             attention = attention.model_copy(update={"head_dim": sum(spec.head_parts)})
         super().__init__(dataclasses.replace(layer, mixer=attention), plan)

@@ -37,7 +37,8 @@ class SharedQueryAttention(Attention):
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         spec = mixer_options(SharedQueryOptions, layer, "attention with a shared query")
-        super().__init__(dataclasses.replace(layer, mixer=spec.attention), plan)
+        attention = spec.attention.model_copy(update={"rope": layer.rope})
+        super().__init__(dataclasses.replace(layer, mixer=attention), plan)
         sizes = layer.sizes
         self.q_proj = nn.Linear(sizes.hidden_size, spec.width, bias=False)
         self.inter_norm = make_norm(plan.norm, spec.width, sizes.norm_eps)

@@ -51,13 +51,13 @@ class AdjunctLayer(DecoderLayer):
         experts = find(self, layer.moe.path) if layer.moe is not None else None
         if not isinstance(experts, MoE):
             return
-        block = plan.family.block
+        block = layer.block
         if layer.mixer is None or block.pre_mixer is None or block.pre_mlp is None:
             raise SpecError(
                 "a layer whose experts have adjuncts needs a mixer, and a norm before each",
                 where=f"{plan.family.family}.yaml, layer {layer.index}",
             )
-        spec = self._adjuncts = read_options(AdjunctOptions, layer.options, "experts with adjuncts")
+        spec = self._adjuncts = read_options(AdjunctOptions, layer.block.options, "experts with adjuncts")
         check_parts(experts.experts, spec.group, "the experts cannot be divided into groups", layer.index)
         place(
             experts, spec.path, SwitchGLU(layer.sizes.hidden_size, spec.width, experts.experts // spec.group)

@@ -44,11 +44,11 @@ class DenseResidualLayer(DecoderLayer):
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__(layer, plan, fused)
-        options = read_options(DenseResidualOptions, layer.options, "a layer with a dense residual")
+        options = read_options(DenseResidualOptions, layer.block.options, "a layer with a dense residual")
         self._options = options if options.enabled and layer.moe is not None else None
         if self._options is None:
             return
-        block, dense, width = plan.family.block, options.dense, layer.sizes.hidden_size
+        block, dense, width = layer.block, options.dense, layer.sizes.hidden_size
         if layer.mixer is None or block.pre_mixer is None or block.pre_mlp is None:
             raise SpecError(
                 "a layer with a dense residual needs a mixer, and norms before it and the experts",

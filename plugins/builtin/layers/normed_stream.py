@@ -47,7 +47,7 @@ class NormedStreamLayer(DecoderLayer):
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__(layer, plan, fused)
-        options = read_options(NormedStreamOptions, layer.options, "a layer with a normed stream")
+        options = read_options(NormedStreamOptions, layer.block.options, "a layer with a normed stream")
         self._first = layer.index == 0
         first = options.first
         self._factors = (first.mixer, first.mlp) if self._first else (options.mixer, options.mlp)
