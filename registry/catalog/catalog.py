@@ -21,7 +21,7 @@ from mlx_experts.registry import settings
 from mlx_experts.registry.catalog.shorthand import spelled_out
 from mlx_experts.registry.catalog.unsupported import declared_reason, versions_here
 from mlx_experts.registry.catalog.validation_errors import at, spec_error
-from mlx_experts.registry.catalog.yaml_reader import Lines, not_yaml, read_text, read_yaml
+from mlx_experts.registry.catalog.yaml_reader import LOADER, Lines, not_yaml, read_text, read_yaml
 from mlx_experts.registry.errors import ConfigError, SettingError, SpecError, UnknownFamilyError
 from mlx_experts.registry.spec.config_test import ConfigTest
 
@@ -331,7 +331,7 @@ def _read_entry(path: Path) -> Entry:
             break
         head.append(line)
     try:
-        data = yaml.safe_load("\n".join(head)) or {}
+        data = yaml.load("\n".join(head), Loader=LOADER) or {}
     except yaml.YAMLError as error:
         raise not_yaml(error, path, text) from error
     except (RecursionError, ValueError) as error:

@@ -8,6 +8,7 @@ or in the line of.
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -246,13 +247,13 @@ def _model(kind: Any, value: dict[str, _Node]) -> type[BaseModel] | None:
         return Written[PluginMixerSpec] if other else Written[GqaSpec]
 
     def fit(model: type[BaseModel]) -> tuple[bool, int]:
-        tags = [get_args(info.annotation) for name, info in model.model_fields.items() if name == "kind"]
-        tagged = "kind" in value and value["kind"].value in (t for each in tags for t in each)
+        tagged = "kind" in value and value["kind"].value in get_args(_fields(model).get("kind"))
         return tagged, len(value.keys() & _fields(model).keys())
 
     return max(found, key=fit, default=None)
 
 
+@functools.cache
 def _fields(model: type[BaseModel] | None) -> dict[str, Any]:
     if model is None:
         return {}

@@ -45,7 +45,7 @@ PATH_WORDS: Final = {
 class Spec(BaseModel):
     """Base of every section of a family file: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=False, defer_build=True)
     alone: ClassVar[str | None] = None
     """The key whose value may stand for the whole section."""
     names_are_keys: ClassVar[bool] = False
