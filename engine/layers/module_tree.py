@@ -64,7 +64,7 @@ def take_rows(module: nn.Module, count: int, rows: Sequence[int]) -> None:
 def look_up(embedding: nn.Module, ids: mx.array, dtype: mx.Dtype | None) -> mx.array:
     """Rows of an embedding, in the type that the model computes in.
 
-    MLX unpacks planes without biases to bfloat16 whatever that type is; the values are exact in it.
+    MLX unpacks a weight without biases to bfloat16 whatever that type is; the values are exact in it.
     """
     rows: mx.array = embedding(ids)
     if dtype is not None and "scales" in embedding and "biases" not in embedding:

@@ -219,7 +219,7 @@ def _own_dtype(model: LanguageModel, tensors: Mapping[str, mx.array]) -> mx.Dtyp
             return stated
     names = plan.family.names
     embedding = f"{names.wrapper}.{names.root}.{names.embed}".removeprefix(".")
-    found = (floats.get(f"{embedding}.{plane}") for plane in ("weight", "scales"))
+    found = (floats.get(f"{embedding}.{tensor}") for tensor in ("weight", "scales"))
     return next(filter(None, [*found, *floats.values()]), mx.float32)
 
 

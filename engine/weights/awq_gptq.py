@@ -1,4 +1,4 @@
-"""AWQ's and GPTQ's packed weights to MLX's affine planes. Layouts as in registry/encoding_transposed.py."""
+"""AWQ's and GPTQ's packed weights to MLX's affine format; layouts as in registry/quantization/awq_gptq.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 def repack_transposed(
-    planes: Mapping[str, mx.array], how: Encoded, check: bool = True
+    tensors: Mapping[str, mx.array], how: Encoded, check: bool = True
 ) -> dict[str, mx.array]:
     """Turn a matrix round and pack it along its input axis.
 
     Args:
-        planes: ``weight``, ``zero_point``, ``scale`` and perhaps ``order``, the group of each column.
+        tensors: ``weight``, ``zero_point``, ``scale`` and perhaps ``order``, the group of each column.
         check: read ``order`` to see that groups follow each other.
 
     Returns:
@@ -29,14 +29,14 @@ def repack_transposed(
         QuantizationError: groups are out of order (GPTQ's desc_act), which MLX cannot express.
     """
     weight, zero, scale = (
-        planes["weight"].view(mx.uint32),
-        planes["zero_point"].view(mx.uint32),
-        planes["scale"],
+        tensors["weight"].view(mx.uint32),
+        tensors["zero_point"].view(mx.uint32),
+        tensors["scale"],
     )
     columns = how.result[f"{how.module}.weight"].shape[1] * 32 // how.bits
-    if check and "order" in planes:
+    if check and "order" in tensors:
         in_order = mx.arange(columns) // (columns // scale.shape[0])
-        if not mx.array_equal(planes["order"], in_order).item():
+        if not mx.array_equal(tensors["order"], in_order).item():
             raise QuantizationError(
                 "Groups that are out of order are not supported.",
                 where=how.sources["order"],
@@ -53,7 +53,7 @@ def repack_transposed(
     else:
         # GPTQ packs along the input axis already, in MLX's order.
         packed = mx.contiguous(weight.T)
-    scales, biases = (mx.repeat(plane.T, how.repeat[1], axis=1) for plane in (scale, bias))
+    scales, biases = (mx.repeat(tensor.T, how.repeat[1], axis=1) for tensor in (scale, bias))
     return {"weight": packed, "scales": mx.contiguous(scales), "biases": mx.contiguous(biases)}
 
 

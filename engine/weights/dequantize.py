@@ -1,6 +1,6 @@
-"""Turns encodings that MLX has no module for into weights or MLX's own planes, before layouts are read.
+"""Turns encodings that MLX has no module for into weights or MLX's own formats, before layouts are read.
 
-What each tensor is has been worked out in registry/encodings.py; here the plan is carried out.
+What each tensor is has been worked out in registry/quantization; here the plan is carried out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_experts.engine.weights.fp8 import decode_fp8
 from mlx_experts.engine.weights.packed import repack_integers, repack_microscaled
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.quantization.detect import EncodingPlan, plan_encodings, shape_tensors
-from mlx_experts.registry.quantization.formats import Encoded, Plane
+from mlx_experts.registry.quantization.formats import Encoded, TensorForm
 
 _SPELLED = {
     mx.bool_: "BOOL",
@@ -44,7 +44,7 @@ class Decoded:
 
     Args:
         weights: by name on disk.
-        quantization: MLX's quantisation entry for planes that stayed packed, or None.
+        quantization: MLX's quantisation entry for tensors that stayed packed, or None.
         notices: remarks on what was dropped or converted.
         encodings: what was undone.
     """
@@ -84,8 +84,8 @@ def decode_encodings(
     for name in plan.dropped:
         del weights[name]
     for how in plan.modules:
-        planes = {role: weights.pop(name) for role, name in how.sources.items()}
-        decoded = _decode(planes, how, dense, values)
+        tensors = {role: weights.pop(name) for role, name in how.sources.items()}
+        decoded = _decode(tensors, how, dense, values)
         for name in how.result:
             weights[name] = decoded["weight" if how.encoding == "fp8" else name.rpartition(".")[2]]
     encodings = frozenset(how.encoding for how in plan.modules)
@@ -115,10 +115,10 @@ def find_encodings(
     return plan_encodings(stored, entry, widths=widths, dense=_SPELLED[dense])
 
 
-def _as_stored(array: mx.array, dtype: str) -> Plane:
+def _as_stored(array: mx.array, dtype: str) -> TensorForm:
     shape = tuple(array.shape)
     # Two values of four bits are one byte of the array.
-    return Plane(dtype, (*shape[:-1], 2 * shape[-1]) if dtype == "F4" and shape else shape)
+    return TensorForm(dtype, (*shape[:-1], 2 * shape[-1]) if dtype == "F4" and shape else shape)
 
 
 def check_kinds(
@@ -165,12 +165,12 @@ def check_kinds(
 
 
 def _decode(
-    planes: Mapping[str, mx.array], how: Encoded, dense: mx.Dtype, values: bool
+    tensors: Mapping[str, mx.array], how: Encoded, dense: mx.Dtype, values: bool
 ) -> dict[str, mx.array]:
     if how.encoding == "fp8":
-        return decode_fp8(planes, how, dense)
+        return decode_fp8(tensors, how, dense)
     if how.encoding == "integers":
-        return repack_integers(planes, how)
+        return repack_integers(tensors, how)
     if how.encoding in ("awq", "gptq"):
-        return repack_transposed(planes, how, values)
-    return repack_microscaled(planes, how, values)
+        return repack_transposed(tensors, how, values)
+    return repack_microscaled(tensors, how, values)

@@ -9,19 +9,19 @@ import mlx.core as mx
 from mlx_experts.registry.quantization.formats import Encoded
 
 
-def decode_fp8(planes: Mapping[str, mx.array], how: Encoded, dense: mx.Dtype) -> dict[str, mx.array]:
+def decode_fp8(tensors: Mapping[str, mx.array], how: Encoded, dense: mx.Dtype) -> dict[str, mx.array]:
     """Multiply fp8 values with their scales.
 
     Args:
-        planes: ``weight``, bytes ``[…, R, C]``, and ``scale``: one value, one that broadcasts as
+        tensors: ``weight``, bytes ``[…, R, C]``, and ``scale``: one value, one that broadcasts as
             ``how.scale_shape``, or one for each block ``[…, ⌈R/b0⌉, ⌈C/b1⌉]``; bytes of scale are exponents.
         dense: dtype of the result; the product is rounded to it once.
 
     Returns:
         ``weight`` ``[…, R, C]``.
     """
-    values = fp8_values(planes["weight"], how.weight_dtype)
-    scale = scale_values(planes["scale"])
+    values = fp8_values(tensors["weight"], how.weight_dtype)
+    scale = scale_values(tensors["scale"])
     if how.block is None:
         product = values * scale.reshape(how.scale_shape)
     else:

@@ -1,4 +1,4 @@
-"""Packed weights of other libraries to MLX's own planes, without unpacking them.
+"""Packed weights of other libraries to MLX's own quantised tensors, without unpacking them.
 
 MLX packs values of 4 or 8 bits from the lowest bits of 32-bit words upwards, as these formats do; what
 differs is how bytes, scales and zero points are laid out.
@@ -19,12 +19,12 @@ scale that other libraries keep."""
 
 
 def repack_microscaled(
-    planes: Mapping[str, mx.array], how: Encoded, check: bool = True
+    tensors: Mapping[str, mx.array], how: Encoded, check: bool = True
 ) -> dict[str, mx.array]:
-    """mxfp4, mxfp8 and nvfp4 planes.
+    """mxfp4, mxfp8 and nvfp4 tensors.
 
     Args:
-        planes: ``weight``: bytes or words ``[…, R, n]``, or gpt_oss's blocks ``[…, R, C/32, 16]``;
+        tensors: ``weight``: bytes or words ``[…, R, n]``, or gpt_oss's blocks ``[…, R, C/32, 16]``;
             ``scale``: bytes ``[…, R, C/g]``, or e8m0 or float powers of two for each ``how.repeat`` rows;
             ``global_scale`` multiplies, ``inverse_global_scale`` divides (compressed-tensors).
         check: read float scales to see that they are powers of two.
@@ -36,7 +36,7 @@ def repack_microscaled(
     Raises:
         QuantizationError: float scales are not powers of two.
     """
-    weight, scale = planes["weight"], planes["scale"]
+    weight, scale = tensors["weight"], tensors["scale"]
     if weight.ndim > len(how.result[f"{how.module}.weight"].shape):
         weight = weight.flatten(-2)
     if scale.dtype != mx.uint8:
@@ -47,39 +47,39 @@ def repack_microscaled(
     shape = (
         how.result[f"{how.module}.global_scale"].shape if f"{how.module}.global_scale" in how.result else ()
     )
-    if "global_scale" in planes:
-        whole = planes["global_scale"].astype(mx.float32) * NVFP4_RANGE
+    if "global_scale" in tensors:
+        whole = tensors["global_scale"].astype(mx.float32) * NVFP4_RANGE
         result["global_scale"] = whole.reshape(shape)
-    if "inverse_global_scale" in planes:
-        whole = NVFP4_RANGE / planes["inverse_global_scale"].astype(mx.float32)
+    if "inverse_global_scale" in tensors:
+        whole = NVFP4_RANGE / tensors["inverse_global_scale"].astype(mx.float32)
         result["global_scale"] = whole.reshape(shape)
     return result
 
 
-def repack_integers(planes: Mapping[str, mx.array], how: Encoded) -> dict[str, mx.array]:
-    """Signed integers with a scale, and perhaps a zero point, as MLX's affine planes.
+def repack_integers(tensors: Mapping[str, mx.array], how: Encoded) -> dict[str, mx.array]:
+    """Signed integers with a scale, and perhaps a zero point, as MLX's affine weight, scales and biases.
 
     MLX computes ``scale · q + bias`` with unsigned q. A signed value s is stored as q = s + 2^(bits-1), so
     that bias = -2^(bits-1) · scale; with a zero point z (stored in the same way), bias = -z · scale.
 
     Args:
-        planes: ``weight``: words ``[…, R, C·bits/32]`` or int8 ``[…, R, C]``; ``scale`` ``[…, R, groups]``;
+        tensors: ``weight``: words ``[…, R, C·bits/32]`` or int8 ``[…, R, C]``; ``scale`` ``[…, R, groups]``;
             ``zero_point``: words packed along the rows ``[…, ⌈R·bits/32⌉, groups]``, or int8 like the scale.
 
     Returns:
         ``weight`` uint32, ``scales`` and ``biases`` in the scale's dtype, ``[…, R, C/how.group_size]``.
     """
-    weight, scale, half = planes["weight"], planes["scale"], 1 << (how.bits - 1)
+    weight, scale, half = tensors["weight"], tensors["scale"], 1 << (how.bits - 1)
     if weight.dtype == mx.int8:
         weight = (weight.astype(mx.int16) + half).astype(mx.uint8)
-    zero = planes.get("zero_point")
+    zero = tensors.get("zero_point")
     if zero is None:
         bias = scale * -half
     else:
         level = _zero_levels(zero, how.bits, scale.shape[-2])
         bias = (scale.astype(mx.float32) * -level).astype(scale.dtype)
     if how.repeat[1] > 1:
-        scale, bias = (mx.repeat(plane, how.repeat[1], axis=-1) for plane in (scale, bias))
+        scale, bias = (mx.repeat(tensor, how.repeat[1], axis=-1) for tensor in (scale, bias))
     return {"weight": weight.view(mx.uint32), "scales": scale, "biases": bias}
 
 

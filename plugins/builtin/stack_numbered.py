@@ -28,7 +28,7 @@ class StackOptions(Spec):
 
 @dataclass(frozen=True)
 class StackNumbered(StaysInPlace):
-    """`NAME.0.weight`, `NAME.1.weight` and so on as one tensor, quantised planes too.
+    """`NAME.0.weight`, `NAME.1.weight` and so on as one tensor, quantised ones too.
 
     Args:
         source: module path on disk, without the number.

@@ -13,7 +13,7 @@ from mlx_experts.registry.quantization.formats import (
     WORDS,
     Encoded,
     Parts,
-    Plane,
+    TensorForm,
     integer_words,
     refuse,
 )
@@ -61,15 +61,15 @@ def read_transposed(parts: Parts, declared: Declared) -> Encoded:
         raise refuse(
             where, "An order of groups does not fit.", str([columns]), str(parts.tensors["order"].shape)
         )
-    planes = Plane(scale.dtype, (rows, columns // group))
+    tensors = TensorForm(scale.dtype, (rows, columns // group))
     return Encoded(
         parts.module,
         "gptq" if by_row else "awq",
         parts.sources,
         {
-            f"{parts.module}.weight": Plane("U32", (rows, columns * bits // 32)),
-            f"{parts.module}.scales": planes,
-            f"{parts.module}.biases": planes,
+            f"{parts.module}.weight": TensorForm("U32", (rows, columns * bits // 32)),
+            f"{parts.module}.scales": tensors,
+            f"{parts.module}.biases": tensors,
         },
         weight.dtype,
         bits=bits,

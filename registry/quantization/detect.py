@@ -22,8 +22,8 @@ from mlx_experts.registry.quantization.formats import (
     WORDS,
     Encoded,
     Parts,
-    Plane,
     Stored,
+    TensorForm,
     describe,
     read_parts,
     refuse,
@@ -48,7 +48,7 @@ _COMPANIONS = {
     "_scale": "scale",
     "_shape": "shape",
 }
-# What AWQ and GPTQ call a module's planes.
+# What AWQ and GPTQ call a module's quantised tensors.
 _TRANSPOSED = {"qweight": "qweight", "zero_point": "qzeros", "scale": "scales", "order": "g_idx"}
 # Only a quantiser writes these; the other endings may be a parameter of the model.
 _CERTAIN = ("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_packed")
@@ -151,7 +151,7 @@ def _companions(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
             found[stem]["scale"] = name
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            there = {role: f"{module}.{plane}" for role, plane in _TRANSPOSED.items()}
+            there = {role: f"{module}.{tensor}" for role, tensor in _TRANSPOSED.items()}
             found[f"{module}.weight"].update((role, each) for role, each in there.items() if each in names)
     return found
 
@@ -185,7 +185,7 @@ def _parts(stem: str, roles: dict[str, str], tensors: Mapping[str, Stored]) -> P
 def _plain(tensor: Stored) -> Stored:
     """F4 counts half bytes; everything else here counts whole ones."""
     if tensor.dtype == "F4" and tensor.shape:
-        return Plane("U8", (*tensor.shape[:-1], tensor.shape[-1] // 2))
+        return TensorForm("U8", (*tensor.shape[:-1], tensor.shape[-1] // 2))
     return tensor
 
 

@@ -55,7 +55,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
+class TensorForm:
     """A tensor by its dtype (spelled as in safetensors) and shape alone."""
 
     dtype: str
@@ -100,7 +100,7 @@ class Encoded:
 
     Args:
         sources: tensor names by role, as in ``Parts``.
-        result: the planes after decoding, by tensor name.
+        result: the tensors after decoding, by tensor name.
         weight_dtype: dtype of the stored weight.
         bits: bits of a packed value; 0 where the result is unpacked floats.
         group_size: packed values that share a scale.
@@ -114,7 +114,7 @@ class Encoded:
     module: str
     encoding: Encoding
     sources: Mapping[str, str]
-    result: Mapping[str, Plane]
+    result: Mapping[str, TensorForm]
     weight_dtype: str
     bits: int = 0
     group_size: int = 0
@@ -199,10 +199,10 @@ def _packed(
     groups: int,
     repeat: Block,
 ) -> Encoded:
-    """MLX's planes of a microscaled format: 32-bit words and one byte of scale a group."""
+    """MLX's tensors of a microscaled format: 32-bit words and one byte of scale a group."""
     result = {
-        f"{parts.module}.weight": Plane("U32", (*rows, words)),
-        f"{parts.module}.scales": Plane("U8", (*rows, groups)),
+        f"{parts.module}.weight": TensorForm("U32", (*rows, words)),
+        f"{parts.module}.scales": TensorForm("U8", (*rows, groups)),
     }
     role = next((role for role in _GLOBAL_SCALES if role in parts.sources), None)
     if role is None and mode == "nvfp4":
@@ -214,7 +214,9 @@ def _packed(
             "Get the missing files; without the scale every value is off by the same unknown factor.",
         )
     if role is not None:
-        result[f"{parts.module}.global_scale"] = Plane("F32", _global_shape(parts, role, mode, rows[:-1]))
+        result[f"{parts.module}.global_scale"] = TensorForm(
+            "F32", _global_shape(parts, role, mode, rows[:-1])
+        )
     entry = MX_ENTRIES[mode]
     return Encoded(
         parts.module,
@@ -261,13 +263,13 @@ def _integers(parts: Parts, declared: Declared, width: int | None) -> Encoded:
             f"{bits} bits, {width} columns in {groups} groups",
         )
     _check_zero_point(parts, bits, groups)
-    scales = Plane(scale.dtype, (*rows, width // mlx_group))
+    scales = TensorForm(scale.dtype, (*rows, width // mlx_group))
     return Encoded(
         parts.module,
         "integers",
         parts.sources,
         {
-            f"{parts.module}.weight": Plane("U32", (*rows, width * bits // 32)),
+            f"{parts.module}.weight": TensorForm("U32", (*rows, width * bits // 32)),
             f"{parts.module}.scales": scales,
             f"{parts.module}.biases": scales,
         },
@@ -354,7 +356,7 @@ def _fp8(parts: Parts, declared: Declared, dense: str) -> Encoded:
         parts.module,
         "fp8",
         parts.sources,
-        {parts.stem: Plane(dense, weight.shape)},
+        {parts.stem: TensorForm(dense, weight.shape)},
         weight.dtype,
         block=block,
         scale_shape=scale_shape,

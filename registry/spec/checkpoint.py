@@ -3,7 +3,7 @@
 A path is a module path or a tensor name with `{layer}` and `{expert}` standing for numbers and a last
 `*` standing for any rest. A path that starts with a dot lies in a decoder layer: `.mlp.gate` is
 `model.layers.{layer}.mlp.gate`, with the names that the section `names` gives. An operation on a module
-path moves all of its planes (weight, scales, biases, bias, global_scale) together.
+path moves all of its tensors (weight, scales, biases, bias, global_scale) together.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stacked(Spec):
     suffix: Literal["", ".weight"] = Field("", description="What follows the leaf.")
     extra_rows: bool = Field(False, description="The fused stack may carry rows of identity experts.")
     packed: bool | None = Field(
-        None, description="Only quantised planes (true), or only full precision (false), look like this."
+        None, description="Only quantised tensors (true), or only full precision (false), look like this."
     )
 
 
@@ -94,7 +94,7 @@ class Rename(Spec):
 
 
 class SplitOp(Spec):
-    """One module on disk is several in the tree: its planes are cut along their output rows."""
+    """One module on disk is several in the tree: its tensors are cut along their output rows."""
 
     source: DiskPath = Field(alias="split", description="Module on disk.")
     target: tuple[DiskPath, ...] = Field(

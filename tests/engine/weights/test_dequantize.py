@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_experts.engine.weights.dequantize import decode_encodings
 from mlx_experts.registry.errors import QuantizationError, RegistryError
 from mlx_experts.registry.quantization.detect import plan_encodings
-from mlx_experts.registry.quantization.formats import Plane
+from mlx_experts.registry.quantization.formats import TensorForm
 
 
 def test_a_checkpoint_of_mlx_passes_unchanged():
@@ -171,10 +171,10 @@ def test_the_plan_foretells_what_decoding_gives():
     decoded = decode(tensors)
     spelled = {mx.float32: "F32", mx.uint32: "U32", mx.uint8: "U8"}
     dtypes = {np.uint8: "U8", np.int32: "I32", np.float32: "F32", np.int64: "I64"}
-    headers = {name: Plane(dtypes[array.dtype.type], array.shape) for name, array in tensors.items()}
+    headers = {name: TensorForm(dtypes[array.dtype.type], array.shape) for name, array in tensors.items()}
     plan = plan_encodings(headers, None, widths={"b.weight_shape": 64}, dense="F32")
     assert plan.apply(headers) == {
-        name: Plane(spelled[array.dtype], tuple(array.shape)) for name, array in decoded.weights.items()
+        name: TensorForm(spelled[array.dtype], tuple(array.shape)) for name, array in decoded.weights.items()
     }
 
 
@@ -231,7 +231,7 @@ DTYPES = st.sampled_from(
 
 
 @given(
-    tensors=st.dictionaries(NAMES, st.builds(Plane, DTYPES, SHAPES), max_size=4),
+    tensors=st.dictionaries(NAMES, st.builds(TensorForm, DTYPES, SHAPES), max_size=4),
     entry=ENTRIES,
     widths=st.dictionaries(st.just("a.weight_shape"), st.integers(-5, 200), max_size=1),
 )
