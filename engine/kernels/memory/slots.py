@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,7 @@ import numpy as np
 
 from mlx_experts.engine.kernels.memory.account import MemoryAccount
 from mlx_experts.engine.kernels.memory.views import FileView, changed, numpy_type
-from mlx_experts.registry.errors import CheckpointError
+from mlx_experts.registry.errors import CheckpointError, SettingError
 
 # Disks answer several reads at once faster than one after another.
 READERS = 4
@@ -141,6 +141,12 @@ class ExpertSlots:
             leaves[leaf][name] = array
             if self._memory is not None:
                 self._memory[leaf, name] = _bytes_of(array).reshape(slots, -1)
+
+    def __reduce__(self) -> NoReturn:
+        raise SettingError(
+            "a model whose experts stay in files cannot be copied",
+            hint="load it again, or without expert_memory",
+        )
 
     @property
     def bytes_each(self) -> int:

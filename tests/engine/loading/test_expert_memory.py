@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -129,6 +130,8 @@ def test_what_needs_all_experts_is_refused(tmp_path: Path) -> None:
     model, config = load_model(DEMO, expert_memory="0.6MB")
     with pytest.raises(SettingError, match="cannot be written"):
         save_model(tmp_path / "out", model, config)
+    with pytest.raises(SettingError, match="cannot be copied"):
+        deepcopy(model)
     with pytest.raises(ConfigError, match="cannot be left out"):
         blocks_of(model)[0][1].keep_experts([0, 1, 2, 3])
     with pytest.raises(ConfigError, match="spread over ranks"):
