@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels import fused_kernel
 
-# What the CPU's kernels and the rest of a first call take: measured with numba 0.66 on x86-64.
+# What the CPU's kernels and the rest of a first call take: measured with numba 0.68 on x86-64.
 _KERNELS = 120 * 10**6
-# What a tokenizer takes, for each byte of its file.
+# What a tokenizer takes, for each byte of its file: an estimate, since its tables are built of it.
 _TOKENIZER = 12
 
 
