@@ -47,11 +47,13 @@ def check_features(family: Family, view: ConfigView) -> None:
     """
     if family.backbone is not None:
         return  # mlx-lm's own model reads the config
-    for key, feature in features().items():
-        value = view.get(key)
-        if feature.is_on(value) and key not in config_keys(family):
+    switched = {key: value for key, f in features().items() if f.is_on(value := view.get(key))}
+    read = config_keys(family) if switched else set()
+    for key, value in switched.items():
+        if key not in read:
+            what = features()[key].what
             raise ConfigError(
-                f"the family '{family.family}' does not have what '{key}' switches on: {feature.what}",
+                f"the family '{family.family}' does not have what '{key}' switches on: {what}",
                 where=f"config.json, {key}",
                 found=repr(value)[:80],
                 hint="`model_type` and `architectures` may name an older model than this one is",

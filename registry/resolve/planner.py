@@ -48,7 +48,7 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
                 found=kind,
                 expected=", ".join(sorted(k for k in kinds if k)),
             )
-        layers.append(plan_layer(family, resolver, i, kind, is_moe[i]))
+        layers.append(plan_layer(family, resolver, i, kind, is_moe[i], kinds))
     return Plan(
         family=family,
         sizes=sizes,
@@ -61,18 +61,20 @@ def resolve(family: Family, config: Mapping[str, Any]) -> Plan:
     )
 
 
-def plan_layer(family: Family, resolver: Resolver, i: int, kind: str, is_moe: bool) -> LayerPlan:
+def plan_layer(
+    family: Family, resolver: Resolver, i: int, kind: str, is_moe: bool, kinds: Mapping[str, Any]
+) -> LayerPlan:
     """One decoder layer, every reference read at its index.
 
     Args:
         i: the index.
         kind: its layer type.
         is_moe: whether it has experts, if its type does not say otherwise.
+        kinds: the family's mixers as written, by layer type.
 
     Raises:
         ConfigError: a needed key is absent, or a value cannot be.
     """
-    kinds = mixers(family)
     mixer_spec: Any = kinds.get(kind, kinds.get(""))
     sizes = resolver.sizes(family.config, i)
     at = f"variants.{kind}" if kind in family.variants else "attention"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mlx_experts.registry.catalog.catalog import mixers
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.plan import Plan
 from mlx_experts.registry.resolve.planner import plan_layer
@@ -44,7 +45,7 @@ def add_prediction_layer(plan: Plan) -> Plan:
         )
     count, model = plan.sizes.num_layers, like[-1]
     if spec.mlp not in (None, model.mlp):
-        model = plan_layer(family, resolver, model.index, model.type, spec.mlp == "moe")
+        model = plan_layer(family, resolver, model.index, model.type, spec.mlp == "moe", mixers(family))
     sizes = dataclasses.replace(model.sizes, num_layers=count + 1)
     extra = dataclasses.replace(model, index=count, sizes=sizes)
     return dataclasses.replace(

@@ -6,7 +6,7 @@ A value that cannot be is told at the key that gives it: in config.json, or in t
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,6 +37,8 @@ class Resolver:
     def __init__(self, family: str, view: ConfigView) -> None:
         self.family, self.view = family, view
         self._shared_sizes: dict[tuple[Any, ...], Sizes] = {}
+        # Sections that are alike in all layers, with what they were read from, which keeps its identity.
+        self._alike: dict[tuple[int, str], tuple[Written[Any], Spec]] = {}
 
     def ref(self, ref: Ref, layer: int) -> Any:
         """The value a reference stands for at a layer."""
@@ -163,18 +165,23 @@ class Resolver:
             ConfigError: a config value is of the wrong type.
             SpecError: a value of the family file is.
         """
-        data: dict[str, Any] = {}
         section = section_of(spec)
-        for name, info in section.model_fields.items():
-            key = info.alias or name
-            if name in read:
-                data[key] = read[name]
-            elif not read_elsewhere(section, name):
-                data[key] = self.value(getattr(spec, name), layer, f"{at}.{key}")
-        try:
-            return section.model_validate(data)
-        except ValidationError as error:
-            raise self._refused(spec, error, layer, at) from error
+        held = self._alike.get((id(spec), at))
+        if held is not None:
+            made = cast(S, held[1])
+        else:
+            data = {
+                key: self.value(getattr(spec, name), layer, f"{at}.{key}")
+                for name, key in ((name, info.alias or name) for name, info in section.model_fields.items())
+                if not read_elsewhere(section, name)
+            }
+            try:
+                made = section.model_validate(data)
+            except ValidationError as error:
+                raise self._refused(spec, error, layer, at) from error
+            if not _follows_layers(spec):
+                self._alike[id(spec), at] = spec, made
+        return made.model_copy(update=read) if read else made
 
     def field(self, spec: Written[S], name: str, layer: int, at: str) -> Any:
         """One field of a section as a literal, where the rest of the section may not be read.
@@ -243,6 +250,19 @@ def _layered(spec: Written[SizesSpec]) -> Written[SizesSpec]:
     refs = {name: getattr(spec, name) for name in ("num_experts", "top_k", "expert_width")}
     layered = {n: r.model_copy(update={"per_layer": True}) for n, r in refs.items() if isinstance(r, Ref)}
     return spec.model_copy(update=layered)
+
+
+def _follows_layers(value: Any) -> bool:
+    """Whether a value of a family file may be another one in another layer."""
+    ref = _reference(value)
+    if ref is not None:
+        stands = (ref.default, ref.if_null, ref.present, *(ref.map or {}).values())
+        return ref.per_layer or any("{layer}" in key for key in ref.keys) or any(map(_follows_layers, stands))
+    if isinstance(value, Spec):
+        return any(_follows_layers(getattr(value, name)) for name in type(value).model_fields)
+    if isinstance(value, dict):
+        return any(map(_follows_layers, value.values()))
+    return isinstance(value, tuple | list) and any(map(_follows_layers, value))
 
 
 def _reference(value: Any) -> Ref | None:

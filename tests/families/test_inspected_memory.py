@@ -11,10 +11,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_experts.engine.loading.api import load_model, save_model
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
 from mlx_experts.engine.tools.reference_cases import View, all_views
-from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
@@ -33,7 +33,7 @@ def _said_over_loaded(folder: Path) -> float:
 
 
 @pytest.mark.parametrize(
-    "view", [v for v in all_views(CASES) if _runs_here(Catalog().for_config(v.config()))], ids=lambda v: v.id
+    "view", [v for v in all_views(CASES) if _runs_here(catalog().for_config(v.config()))], ids=lambda v: v.id
 )
 def test_inspect_foresees_the_memory_of_a_case(view: View) -> None:
     with view.folder() as folder:
@@ -45,10 +45,10 @@ def test_inspect_foresees_the_memory_of_the_demo() -> None:
     assert _said_over_loaded(demo) == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize("name", [n for n in Catalog().names() if _runs_here(Catalog().load(n))])
+@pytest.mark.parametrize("name", [n for n in catalog().names() if _runs_here(catalog().load(n))])
 def test_inspect_foresees_the_bytes_of_a_cache(name: str, tmp_path: Path) -> None:
     """Of a prompt and one token, around the windows and beyond the steps in which caches grow."""
-    family = Catalog().load(name)
+    family = catalog().load(name)
     config = tiny_config(family)
     model = build_tiny(family, config)
     save_model(tmp_path, model, config)

@@ -12,9 +12,9 @@ from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.kernels.cpu import experts as cpu
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.loading.api import load_model
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
 from mlx_experts.engine.tools.reference_cases import View, all_views
-from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 
 CASES = Path(__file__).parent.parent / "cases"
@@ -22,7 +22,7 @@ HUB = [view for view in all_views(CASES) if view.name == "hub"]
 
 
 def _runs_here(view: View) -> bool:
-    backbone = Catalog().for_config(view.config()).backbone
+    backbone = catalog().for_config(view.config()).backbone
     return backbone is None or not backbone.needs_metal or mx.metal.is_available()
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.kernels.cpu import experts as cpu
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.reference_cases import TOLERANCE, View, all_views, measure_view
-from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.resolve.planner import resolve
 
 CASES = Path(__file__).parent.parent / "cases"
@@ -29,7 +29,7 @@ def test_case_matches_the_original(view: View) -> None:
     assert errors.split < CLOSE
     assert errors.tokens
     # Rows that were decoded alone went through the fused kernel, so that it is held to the original too.
-    family = Catalog().for_config(view.config())
+    family = catalog().for_config(view.config())
     kept = family.backbone is not None and family.backbone.kept is not None
     layers = [] if kept else resolve(family, view.config()).layers
     assert (trace.total("fused") > 0) == any(layer.moe for layer in layers)

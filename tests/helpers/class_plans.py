@@ -13,7 +13,9 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.resolve.features import features
 from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.tiny_config import config_keys
 from mlx_experts.registry.spec.family import Family
 
 NO_NUMBER = "the class gives no number of experts or picks: a dense model"
@@ -113,14 +115,13 @@ def plan_values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the family cannot read the config.
     """
     found = dict(leaves(resolve(family, {**config, "architectures": list(family.architectures[:1])})))
-    unread = ["max_position_embeddings", "llama_4_scaling_beta"]
+    same, unread = tuple(SAME), ["max_position_embeddings", "llama_4_scaling_beta"]
     if "dense" not in found.values():
         unread.append("sizes.dense_width")
     return {
         path: value
         for path, value in found.items()
-        if not any(path.partition("].")[2].startswith(same) for same in SAME)
-        and not path.endswith(tuple(unread))
+        if not path.partition("].")[2].startswith(same) and not path.endswith(tuple(unread))
     }
 
 
@@ -157,11 +158,13 @@ def missed_defaults(family: Family, model_type: str) -> dict[str, Any]:
 
 def single_keys(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
     """The settings of a class's config that can be left out alone, each with the level that holds it."""
+    nested = {key.split(".")[0] for key in family.text_keys}
+    read = config_keys(family) | nested | features().keys()
     levels = [config, *(v for v in (config.get("text_config"),) if isinstance(v, dict))]
     for level in levels:
         for key, value in level.items():
-            # Rotations and lists of layers are settled as a whole.
-            if key in ("model_type", "text_config", "rope_parameters", "architectures"):
+            # Rotations and lists of layers are settled as a whole; a key that nobody reads changes no plan.
+            if key not in read or key in ("model_type", "text_config", "rope_parameters", "architectures"):
                 continue
             if value is not None and not isinstance(value, list) and (family.family, key) not in OTHERWISE:
                 yield level, key

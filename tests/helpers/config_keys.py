@@ -20,6 +20,7 @@ import class_plans
 import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.catalog.catalog import Catalog, mixers
 from mlx_experts.registry.catalog.public_models import models
 from mlx_experts.registry.errors import RegistryError
@@ -87,7 +88,7 @@ def mlx_lm_arguments(model_type: str) -> dict[str, Any] | None:
 @functools.cache
 def _carried() -> dict[str, set[str]]:
     """By family, the keys of every config that this repository carries."""
-    known, found = Catalog(), {}
+    known, found = catalog(), {}
     for file in [*_TESTS.glob("cases/*/*/*/config*.json"), *_TESTS.glob("data/prediction/*/config.json")]:
         config = json.loads(file.read_text(encoding="utf-8"))
         found.setdefault(known.resolve(config).name, set()).update(_names(config))
@@ -187,7 +188,7 @@ def architectures() -> dict[str, set[str]]:
 @functools.cache
 def _held(name: str) -> dict[str, Any]:
     """Defaults that the family's authors, or mlx-lm where transformers has no class, give."""
-    family = Catalog().load(name)
+    family = catalog().load(name)
     found = dict(stated().get(name, {}).get("defaults", {}))
     if not any(t in CONFIG_MAPPING_NAMES for t in family.model_types):
         otherwise = stated().get(name, {}).get("otherwise", {})

@@ -17,10 +17,10 @@ import numpy as np
 import yaml
 from mlx.utils import tree_flatten
 
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.weights.audit import audit
 from mlx_experts.engine.weights.conversion import WeightConverter
-from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
@@ -39,7 +39,7 @@ def disk_names() -> dict[str, Any]:
 @functools.cache
 def _tiny(name: str) -> tuple[Tensors, dict[str, Any]]:
     """The parameters of a family's tiny model, and its config."""
-    family = Catalog().load(name)
+    family = catalog().load(name)
     config = tiny_config(family)
     return dict(tree_flatten(build_tiny(family, config).parameters())), config
 

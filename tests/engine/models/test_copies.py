@@ -8,8 +8,8 @@ import pickle
 import mlx.core as mx
 import pytest
 
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
-from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 ROPES = {
@@ -22,7 +22,7 @@ ROPES = {
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("rope", ROPES)
 def test_a_copy_answers_as_its_model(rope, again):
-    family = Catalog().load("qwen3_moe")
+    family = catalog().load("qwen3_moe")
     model = build_tiny(family, {**tiny_config(family), "rope_scaling": ROPES[rope] or None})
     ids = mx.array([[1, 5, 9, 3]])
     copied = again(model)

@@ -10,13 +10,13 @@ import pytest
 from mlx_experts.engine.kernels import gather
 from mlx_experts.engine.kernels.cpu import experts as cpu
 from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools import parity
 from mlx_experts.engine.tools.parity import ExpertParity, synthetic_parity
-from mlx_experts.registry.catalog.catalog import Catalog
 
 
 def _rows(name: str) -> list[ExpertParity]:
-    return list(synthetic_parity(Catalog().load(name)))
+    return list(synthetic_parity(catalog().load(name)))
 
 
 def test_a_group_that_does_not_divide_a_width_is_skipped_with_the_reason() -> None:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_experts.engine.dispatch import eligibility
 from mlx_experts.engine.loading.api import load_model
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools import family_check as selfcheck
 from mlx_experts.engine.tools import parity
 from mlx_experts.engine.tools.reference_cases import TOLERANCE, measure
@@ -51,7 +52,7 @@ def test_a_missing_family_file_is_named_with_the_command_to_draft_it(tmp_path: P
 
 def test_an_architecture_of_a_newer_mlx_lm_is_named() -> None:
     known = [*mlx_lm_families(), Known("mlx-lm", "qwen9_moe", "mlx_lm/models/qwen9_moe.py")]
-    report = check_fast(Catalog(), known=known)
+    report = check_fast(catalog(), known=known)
     assert any("qwen9_moe" in problem for problem in report.problems["coverage"])
 
 
@@ -185,7 +186,7 @@ def test_a_bad_literal_is_told_at_the_family_and_not_at_the_config(
     ],
 )
 def test_what_a_config_may_hold_is_said_in_our_words(key: str, value: Any, expected: str) -> None:
-    family = Catalog().load("mixtral")
+    family = catalog().load("mixtral")
     with pytest.raises(ConfigError) as caught:
         resolve(family, {**tiny_config(family), key: value})
     assert caught.value.what == f"'{key}' holds a value that cannot be"
@@ -208,7 +209,7 @@ def test_a_layer_type_may_be_called_as_a_reference_begins(tmp_path: Path, change
     assert check_fast(Catalog([tmp_path]), [name]).ok
 
 
-@pytest.mark.parametrize("name", [n for n in Catalog().names() if Catalog().load(n).layer_types])
+@pytest.mark.parametrize("name", [n for n in catalog().names() if catalog().load(n).layer_types])
 def test_a_family_whose_layer_types_have_no_variants_is_checked_or_refused(tmp_path: Path, name: str) -> None:
     """Every layer then has the one mixer, or none, which is an error."""
     bundled = Path(str(resources.files("mlx_experts.families")))
@@ -235,7 +236,7 @@ def test_disabled_dispatch_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> N
         return eligibility.Decline("planted", "nothing", "everything", "remove the plant")
 
     monkeypatch.setattr(eligibility, "RULES", (objects, *eligibility.RULES))
-    report = selfcheck.check_family(Catalog().load("mixtral"))
+    report = selfcheck.check_family(catalog().load("mixtral"))
     assert not report.ok
     assert report.steps[-1].name == "fused"
     assert "planted" in report.steps[-1].detail
