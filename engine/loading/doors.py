@@ -128,7 +128,7 @@ class Doors:
         spread(model, pipeline_group, tensor_group)
         mx.eval(model.parameters())
         # Nobody starts before the slowest has read its share.
-        mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
+        mx.eval(mx.distributed.all_sum(mx.array(1.0)))
         self.ready(model)
         return (model, tokenizer, config) if return_config else (model, tokenizer)
 
