@@ -6,11 +6,13 @@ resolve      every carried config gives a plan
 keys         some neighbour or carried config knows each config key
 defaults     keys that are left out mean what transformers' config class gives
 tensors      names that real checkpoints have are taken or ignored
+source       the text of the original's router says the same
 parity       the original implementation's answers
 prediction   its guesses of the token after the next
 mlx-lm       mlx-lm's own model of random weights, written by it
+conversion   what mlx-lm's conversion quantises
 spellings    checkpoints of other tools, renamed and laid out here without the family file
-check        `registry check` of the family alone
+check        `registry check --fast` of the family alone, and its tiny model
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ import class_plans  # noqa: E402
 import config_keys  # noqa: E402
 import disk_names  # noqa: E402
 import mlx_lm_models  # noqa: E402
+import original_sources  # noqa: E402
 import zero_scores  # noqa: E402
 
 from mlx_experts.engine.loading.api import load_model  # noqa: E402
-from mlx_experts.engine.tools.family_check import check_family  # noqa: E402
+from mlx_experts.engine.tools.family_check import build_tiny  # noqa: E402
 from mlx_experts.engine.tools.reference_cases import View, all_views, measure  # noqa: E402
 from mlx_experts.registry.catalog.catalog import Catalog, _read_entry, _refuse_shared_names  # noqa: E402
 from mlx_experts.registry.catalog.public_models import models  # noqa: E402
@@ -175,6 +178,13 @@ class Target:
         got = np.array(model(mlx_lm_models.IDS).astype(mx.float32))
         expect(float(np.abs(got - want).max() / np.abs(want).max()) < CLOSE, "other logits than mlx-lm's")
 
+    def conversion(self, model_type: str, family: Family) -> None:
+        """Notice a module that only one of mlx-lm's conversion and this one quantises."""
+        model, _ = load_model(mlx_lm_models.written(model_type)[0], family=family)
+        expect(
+            mlx_lm_models.quantised(model, model_type) == mlx_lm_models.quantised_there(model_type), "others"
+        )
+
     def defaults(self, family: Family) -> None:
         """Notice a default, an alias or a list that means something else than in transformers' class."""
         for model_type in class_plans.class_types(family):
@@ -199,12 +209,12 @@ class Target:
         expect(float(np.abs(np.array(guesses) - want).max() / np.abs(want).max()) < 1e-4, "other guesses")
 
     def check(self, family: Family, catalog: Catalog) -> None:
-        """Notice what `registry check` of the family notices."""
+        """Notice what `registry check --fast` notices, or a tiny model that cannot be built or run."""
         if signature(family, tiny_config(family)) == self.tiny:
             return
         expect(check_fast(catalog, [self.name]).ok, "the fast check")
-        report = check_family(family)
-        expect(report.ok, "; ".join(step.detail for step in report.steps if not step.ok))
+        logits = build_tiny(family, tiny_config(family))(mx.array([[1, 2, 3]]))
+        expect(bool(mx.isfinite(logits).all().item()), "no logits")
 
 
 class Bench:
@@ -278,6 +288,7 @@ class Bench:
             yield "resolve", lambda t=target, f=family: changed[t.name].update(t.changed(f))
             yield "keys", lambda f=family: expect(not config_keys.unknown(f), str(config_keys.unknown(f)))
             yield "tensors", lambda f=family: disk_names.check_ignored(f)
+            yield "source", lambda f=family: original_sources.check(f)
         for target, family in pairs:
             for view in target.views:
                 if view.id in changed[target.name]:
@@ -286,6 +297,8 @@ class Bench:
             for each in target.mlx_lm_types:
                 if f"mlx-lm {each}" in changed[target.name] or everything:
                     yield "mlx-lm", lambda t=target, m=each, f=family: t.mlx_lm(m, f)
+                if at[:2] == ("checkpoint", "full_precision"):
+                    yield "conversion", lambda t=target, m=each, f=family: t.conversion(m, f)
         for target, family in pairs:
             yield "defaults", lambda t=target, f=family: t.defaults(f)
             yield "zeros", lambda f=family: zero_scores.check(f)

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
@@ -326,13 +326,18 @@ def _show_audit(model: LanguageModel, prepared: Prepared, result: Inspection, dt
 def _cache_bytes(model: LanguageModel, context: int) -> int:
     """Bytes of one sequence's cache at ``context`` tokens, from the shapes that a prompt leaves behind.
 
-    How mlx-lm's caches grow is known, so two tokens do; a cache that a family brings sees the whole context.
+    How mlx-lm's caches grow is known, so two tokens do; a cache of another kind sees the whole context.
     """
-    backbone = model.plan.family.backbone
-    length = context if backbone is not None and backbone.cache is not None else 2
     cache = make_prompt_cache(model)
+    length = 2 if all(map(_grows_as_known, cache)) else context
     model(mx.zeros((1, length), dtype=mx.int32), cache=cache)
     return sum(_grown(each, context) for each in cache)
+
+
+def _grows_as_known(cache: Any) -> bool:
+    if isinstance(cache, CacheList):
+        return all(map(_grows_as_known, cache.caches))
+    return isinstance(cache, KVCache | RotatingKVCache | ArraysCache)
 
 
 def _grown(cache: Any, context: int) -> int:

@@ -18,22 +18,26 @@ from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import config_keys
 from mlx_experts.registry.spec.family import Family
 
-NO_NUMBER = "the class gives no number of experts or picks: a dense model"
 NO_HEAD = "the class's width is no multiple of its heads"
-BY_CODE = "the class works the list of layers out in code"
 # Classes whose own defaults are no Mixture-of-Experts model that can be built.
 NOT_WHOLE = {
-    "bailing_hybrid": NO_NUMBER,
-    "deepseek_v2": NO_NUMBER,
-    "dots1": NO_NUMBER,
-    "mistral3": NO_NUMBER,
-    "glm4_moe": NO_HEAD,
-    "glm4v_moe": NO_HEAD,
-    "glm4v_moe_text": NO_HEAD,
-    "qwen3_omni_moe_text": NO_HEAD,
+    "mistral3": "the class's text model is dense",
     "qwen3_omni_moe": NO_HEAD,
     "qwen3_omni_moe_thinker": NO_HEAD,
-    "lfm2_moe": BY_CODE,
+}
+# What makes a Mixture-of-Experts model of other classes' defaults: they give no number of experts or picks,
+# no head width that fits, or no type of each layer.
+ADDED: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_experts_per_tok": 8},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_ocr2": {"num_experts_per_tok": 6},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+    "glm4v_moe": {"head_dim": 128},
+    "glm4v_moe_text": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 _OLDER_TIE = "the text settings say it, as files before transformers 5 have it"
 # Where families follow the files that are there and not what a class says of a key alone.
@@ -49,31 +53,29 @@ SAME = {
     "moe.layers[0].end": "the last layer, counted or -1",
     "mixer.options.index_types": "all layers alike",
     "mixer.heads": "the model's own number",
+    "moe.router.options.types": "a list, or how many layers come first",
+    "mixer.options.sources": "every layer its own, as a list or not",
     "mixer.scale_width": "the width of a head",
     "mixer.options.head_dim": "`auto` is worked out by the mixer",
     "mixer.options.rank": "`auto` is worked out by the mixer",
     "mixer.options.step_limit[1]": "infinity, as a word",
 }
+# Classes that force or work out the type of a layer, or whose types are two settings here: no list to turn.
+FORCED = {"jamba", "llama4", "llama4_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
+# The same for one family, where the class writes a rotated share and the family a rotated width.
+SAME_IN = {"deepseek_v4": ("rope.dims", "rope.partial"), "dots3_note": ("rope.partial",)}
 # transformers' class of this name is another family's.
-ANOTHERS = {("minimax_m2", "minimax"), ("bailing_moe_v3", "bailing_hybrid")}
-# Families whose keys that are left out are not yet held to their class: it makes lists or nested settings of
-# them in code.
-NOT_HELD = {
-    "deepseek_ocr2",
-    "deepseek_v4",
-    "dots3_note",
-    "hy_v4_vl",
-    "mistral_large4",
-    "qwen4_exp",
-}
+ANOTHERS = {("minimax_m2", "minimax"), ("bailing_hybrid", "bailing_hybrid")}
+
+
+def source_types(family: Family) -> list[str]:
+    """The model types of a family that transformers has an implementation of."""
+    return [t for t in family.model_types if t in CONFIG_MAPPING_NAMES and (family.family, t) not in ANOTHERS]
 
 
 def class_types(family: Family) -> list[str]:
-    """The model types of a family that transformers has a config class for."""
-    known = [
-        t for t in family.model_types if t in CONFIG_MAPPING_NAMES and (family.family, t) not in ANOTHERS
-    ]
-    return [] if family.family in NOT_HELD else known
+    """The model types of a family whose defaults are held to those of transformers' config class."""
+    return source_types(family)
 
 
 @cache
@@ -83,9 +85,16 @@ def _text(model_type: str) -> str:
 
 
 def class_config(model_type: str) -> dict[str, Any]:
-    """What a class that is given nothing writes as its config.json."""
+    """What a class that is given nothing, or what a whole model needs besides, writes as its config.json."""
     config: dict[str, Any] = json.loads(_text(model_type))
+    text_level(config).update(ADDED.get(model_type, {}))
     return config
+
+
+def text_level(config: dict[str, Any]) -> dict[str, Any]:
+    """The nested text settings of a config, or all of it."""
+    nested: dict[str, Any] = config.get("text_config") or config
+    return nested
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -99,7 +108,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         for key, each in value.items():
             # What a rotation comes to stands beside its parameters.
-            if key not in ("rope_theta", "rope_type", "type", "partial_rotary_factor"):
+            if key not in ("rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section"):
                 yield from leaves(each, f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for i, each in enumerate(value):
@@ -115,7 +124,8 @@ def plan_values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the family cannot read the config.
     """
     found = dict(leaves(resolve(family, {**config, "architectures": list(family.architectures[:1])})))
-    same, unread = tuple(SAME), ["max_position_embeddings", "llama_4_scaling_beta"]
+    same = tuple(SAME)
+    unread = [".max_position_embeddings", "llama_4_scaling_beta", *SAME_IN.get(family.family, ())]
     if "dense" not in found.values():
         unread.append("sizes.dense_width")
     return {
@@ -137,8 +147,9 @@ def bare_configs(model_type: str) -> list[dict[str, Any]]:
     if model_type in NEED_A_LIST:
         lists = {key: value for key, value in config.items() if isinstance(value, list)}
         return [{"model_type": model_type, **lists}]
-    nested = "text_config" in config
-    return [{"model_type": model_type}] + ([{"model_type": model_type, "text_config": {}}] if nested else [])
+    added = ADDED.get(model_type, {})
+    flat = {"model_type": model_type, **added}
+    return [flat, {"model_type": model_type, "text_config": added}] if "text_config" in config else [flat]
 
 
 def missed_defaults(family: Family, model_type: str) -> dict[str, Any]:
@@ -164,7 +175,9 @@ def single_keys(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[Any
     for level in levels:
         for key, value in level.items():
             # Rotations and lists of layers are settled as a whole; a key that nobody reads changes no plan.
-            if key not in read or key in ("model_type", "text_config", "rope_parameters", "architectures"):
+            added = ADDED.get(config["model_type"], {})
+            whole = ("model_type", "text_config", "rope_parameters", "architectures", *added)
+            if key not in read or key in whole:
                 continue
             if value is not None and not isinstance(value, list) and (family.family, key) not in OTHERWISE:
                 yield level, key
@@ -259,23 +272,36 @@ def listed_layers(family: Family, model_type: str) -> dict[str, list[Any]]:
 
 
 def missed_lists(family: Family, model_type: str) -> dict[str, Any]:
-    """By key, what a list that the class works out means otherwise than the class's config without it.
+    """By key, what a list that the class works out means otherwise than the class's config without it, or
+    than the same list turned by one layer means for the layer before.
 
     Raises:
         ConfigError: the family cannot read a list.
     """
     config = class_config(model_type)
-    level = config.get("text_config", config)
+    level = text_level(config)
     if model_type in NEED_A_LIST:
         return {}
     lists = listed_layers(family, model_type)
     stated = {key: level.pop(key) for key in lists if key in level}
     want = plan_values(family, {**config})
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in lists.items():
         level[key] = value
         if odd := differences(want, plan_values(family, config)):
             found[key] = odd
         del level[key]
     level.update(stated)
+    for key, leaf in (("layer_types", "type"), ("mlp_layer_types", "mlp")):
+        value = getattr(CONFIG_MAPPING[model_type]().get_text_config(), key, None)
+        if not isinstance(value, list | tuple) or len(set(value)) == 1 or model_type in FORCED:
+            continue
+        turned = [value[-1], *value[:-1]]
+        level[key] = list(value)
+        before = [getattr(layer, leaf) for layer in resolve(family, config).layers]
+        level[key] = turned
+        after = [getattr(layer, leaf) for layer in resolve(family, config).layers]
+        level[key] = list(value)
+        if after != [before[-1], *before[:-1]]:
+            found[f"{key} turned"] = (before[:8], after[:8])
     return found

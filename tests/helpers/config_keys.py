@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.catalog.catalog import Catalog, mixers
 from mlx_experts.registry.catalog.public_models import models
+from mlx_experts.registry.catalog.yaml_reader import read_yaml
 from mlx_experts.registry.errors import RegistryError
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
@@ -33,6 +34,8 @@ _MAPPINGS = frozenset(
     f"MODEL_FOR_{kind}_MAPPING_NAMES" for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 )
 _WORDS = re.compile(r"^[A-Za-z_]\w*$")
+# Settings that say nothing of what a model computes.
+_NEVER = frozenset({"model_type", "max_position_embeddings"})
 # Keys that any config may have, whatever its class: rotations, ties and the older spelling of both.
 COMMON = (
     "rope_theta",
@@ -43,8 +46,12 @@ COMMON = (
     "tie_word_embeddings",
     "head_dim",
     "hidden_act",
+    "intermediate_size",
+    "num_key_value_heads",
     "text_config",
     "layer_types",
+    "mlp_layer_types",
+    "num_nextn_predict_layers",
 )
 
 
@@ -100,7 +107,11 @@ def _carried() -> dict[str, set[str]]:
 @functools.cache
 def known_keys(name: str, model_types: tuple[str, ...]) -> frozenset[str]:
     """Every key that transformers, mlx-lm, a carried config or the authors know for these model types."""
-    found = {*COMMON, *_carried().get(name, ()), *stated().get(name, {}).get("keys", {})}
+    found: set[str] = {*COMMON, *_carried().get(name, ())}
+    found.update(key for keys in stated().get(name, {}).get("keys", {}).values() for key in keys)
+    base = read_yaml(Catalog().path(name))[0].get("extends")
+    if base is not None:
+        found |= known_keys(base, Catalog().entries[base].model_types)
     for model_type in (*model_types, *stated().get(name, {}).get("as", ())):
         if model_type in CONFIG_MAPPING_NAMES:
             kind = CONFIG_MAPPING[model_type]
@@ -190,15 +201,11 @@ def _held(name: str) -> dict[str, Any]:
     """Defaults that the family's authors, or mlx-lm where transformers has no class, give."""
     family = catalog().load(name)
     found = dict(stated().get(name, {}).get("defaults", {}))
-    if not any(t in CONFIG_MAPPING_NAMES for t in family.model_types):
-        otherwise = stated().get(name, {}).get("otherwise", {})
+    if not class_plans.class_types(family):
+        skipped = {*stated().get(name, {}).get("otherwise", {}), *_NEVER}
         for model_type in family.model_types:
             for key, value in (mlx_lm_arguments(model_type) or {}).items():
-                if (
-                    isinstance(value, bool | int | float | str)
-                    and key not in otherwise
-                    and key != "model_type"
-                ):
+                if isinstance(value, bool | int | float | str) and key not in skipped:
                     found.setdefault(key, value)
     return found
 
@@ -213,12 +220,17 @@ def missed_stated(family: Family) -> dict[str, Any]:
             continue
         kept = level.pop(key, None)
         try:
-            without = class_plans.plan_values(family, config)
-        except RegistryError as error:
-            without = {"refused": str(error)}
+            without: dict[str, Any] | None = class_plans.plan_values(family, config)
+        except RegistryError:
+            # A size that every config states.
+            without = None
         level[key] = value
         try:
-            odd = class_plans.differences(class_plans.plan_values(family, config), without)
+            odd = (
+                {}
+                if without is None
+                else class_plans.differences(class_plans.plan_values(family, config), without)
+            )
         except RegistryError:
             # The tiny config's other sizes do not go with this one.
             odd = {}
@@ -230,7 +242,57 @@ def missed_stated(family: Family) -> dict[str, Any]:
     return found
 
 
+def missed_nulls(family: Family) -> dict[str, Any]:
+    """By key, plan values that are not what the original makes of a null under this key."""
+    config = tiny_config(family)
+    level = config[family.text_keys[0]] if family.text_config else config
+    read, found = keys_of(family), {}
+    for key, wanted in stated()["*"]["nulls"].items():
+        if key not in read or family.family in wanted.get("not", ()) or not _takes_null(family, key):
+            continue
+        kept = level.get(key)
+        level[key] = None
+        try:
+            plan = class_plans.plan_values(family, config)
+        except RegistryError as error:
+            found[key] = str(error)
+        else:
+            ends = wanted["means"]
+            odd = {at: v for at, v in plan.items() for end in ends if at.endswith(end) and v != ends[end]}
+            if odd:
+                found[key] = odd
+        if kept is None:
+            del level[key]
+        else:
+            level[key] = kept
+    return found
+
+
+def _takes_null(family: Family, key: str) -> bool:
+    """Whether transformers' class of a family takes a null under a key; others refuse it."""
+    for model_type in class_plans.source_types(family):
+        kind = CONFIG_MAPPING[model_type]
+        for each in (kind, *kind.sub_configs.values()):
+            for field in dataclasses.fields(each) if dataclasses.is_dataclass(each) else ():
+                if field.name == key and "None" in str(field.type):
+                    return True
+    return False
+
+
+def missed_words(family: Family) -> dict[str, Any]:
+    """By place, what a family says otherwise than its original's code, where only reading it tells."""
+    dumped = family.model_dump(by_alias=True)
+    found = {}
+    for place, value in stated().get(family.family, {}).get("says", {}).items():
+        at: Any = dumped
+        for key in place.split("."):
+            at = at[int(key)] if isinstance(at, list | tuple) else at[key]
+        if at != value:
+            found[place] = (value, at)
+    return found
+
+
 def check_stated(family: Family) -> None:
-    """Raises AssertionError where a stated default is missed."""
-    missed = missed_stated(family)
-    assert not missed, missed
+    """Raises AssertionError where a stated default, null or constant is missed."""
+    for missed in (missed_stated(family), missed_nulls(family), missed_words(family)):
+        assert not missed, missed

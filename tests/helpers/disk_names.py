@@ -70,93 +70,81 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
     """A checkpoint of these parameters in a spelling.
 
     Args:
-        spelling: `names` are patterns and replacements on the tree's names; `stack` joins gate and up of
-            stacked experts into one tensor, `apart` gives each expert its own tensors, before that.
+        spelling: `names` are patterns and replacements on the tree's names, applied in order; `layout` is
+            how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk.
     """
     found = dict(parameters)
-    if "apart" in spelling:
-        found = _apart(found, **spelling["apart"])
-    if "stack" in spelling:
-        found = _stacked(found, **spelling["stack"])
+    if "layout" in spelling:
+        found = laid_out(found, **spelling["layout"])
     for pattern in spelling.get("kernels", ()):
         found = {n: v.swapaxes(1, 2) if re.search(pattern, n) else v for n, v in found.items()}
-    for pattern, axis in spelling.get("joined", {}).items():
-        found = _joined(found, pattern, axis)
     for pattern, new in spelling.get("names", {}).items():
         found = {re.sub(pattern, new, name): value for name, value in found.items()}
-    for pattern in spelling.get("without", ()):
-        found = {name: value for name, value in found.items() if not re.search(pattern, name)}
     return found
 
 
-def _parts(container: str, names: list[str]) -> re.Pattern[str]:
-    return re.compile(rf"^(.*\.){re.escape(container)}\.({'|'.join(map(re.escape, names))})\.(weight|bias)$")
-
-
-def _apart(tensors: Tensors, tree: str, leaves: list[str], path: str, names: list[str]) -> Tensors:
-    """One tensor an expert and projection: `path`.{expert}.{name}."""
-    pattern, found = _parts(tree, leaves), {}
-    for name, value in tensors.items():
-        match = pattern.match(name)
-        if match is None:
-            found[name] = value
-            continue
-        for i, each in enumerate(value):
-            found[f"{match[1]}{path}.{i}.{names[leaves.index(match[2])]}.{match[3]}"] = each
-    return found
-
-
-def _stacked(
+def laid_out(
     tensors: Tensors,
+    kind: str,
     tree: str,
     path: str,
-    *,
-    leaves: list[str],
     names: list[str],
+    *,
+    leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     order: str = "gate_up",
     transposed: bool = False,
     suffix: str = "",
-    bias: str = "_bias",
+    down_transposed: bool = False,
 ) -> Tensors:
-    """All experts in two tensors: gate and up joined along the rows, and down."""
-    pattern, found, gathered = _parts(tree, leaves), {}, {}
+    """Tensors with the stacked experts of a module tree laid out as a checkpoint has them.
+
+    Args:
+        kind: `per_expert`, `fused_per_expert`, `stacked`, `split` or `flat`.
+        tree: the container in the tree, from the decoder layer.
+        path: the container on disk, from the decoder layer.
+        names: what it calls the projections.
+        leaves: what the tree calls them.
+        order: how gate and up are joined.
+        transposed: matrices are [in, out].
+        suffix: what follows the name of a joined matrix.
+        down_transposed: of flat matrices, the last is stored as the others are.
+    """
+    pattern = re.compile(rf"^(.*\.)?{re.escape(tree)}\.({'|'.join(leaves)})\.(weight|bias)$")
+    found: Tensors = {}
+    gathered: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for name, value in tensors.items():
         match = pattern.match(name)
         if match is None:
             found[name] = value
         else:
-            gathered[match[1], match[2], match[3]] = np.array(value)
-    for at, kind in {(a, k) for a, _, k in gathered}:
-        parts = [gathered[at, leaf, kind] for leaf in leaves]
-        if len(parts) == 3:
-            gate, up, down = parts
-            first, second = (up, gate) if order == "up_gate" else (gate, up)
-            joined = np.concatenate([first, second], axis=1)
-            if order == "interleaved":
-                joined = np.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
-            parts = [joined, down]
-        for name, part in zip(names, parts, strict=True):
-            turned = part.swapaxes(1, 2) if transposed and kind == "weight" else part
-            end = suffix if kind == "weight" else bias
-            found[f"{at}{path}.{name}{end}"] = mx.array(np.ascontiguousarray(turned))
+            gathered.setdefault((match[1] or "", match[3]), {})[match[2]] = np.array(value)
+    assert gathered, f"no experts at {tree}"
+    for (at, plane), by_leaf in gathered.items():
+        parts = [by_leaf[leaf] for leaf in leaves]
+        if kind in ("stacked", "fused_per_expert") and len(parts) == 3:
+            parts = [_joined(parts[0], parts[1], order), parts[2]]
+        base = at + (f"{path}." if path else "")
+        for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+            if transposed and plane == "weight":
+                part = part.swapaxes(1, 2)
+            if kind.endswith("per_expert"):
+                found |= {f"{base}{e}.{name}.{plane}": mx.array(each) for e, each in enumerate(part)}
+                continue
+            if kind == "flat":
+                turned = down_transposed and i == len(parts) - 1
+                part = (part.swapaxes(1, 2) if turned else part).reshape(-1, part.shape[1 if turned else -1])
+            end = suffix if plane == "weight" else f"{'' if suffix else '_'}{'.' if suffix else ''}bias"
+            if kind in ("split", "flat") and not suffix:
+                end = "" if kind == "flat" else f".{plane}"
+            found[f"{base}{name}{end}"] = mx.array(np.ascontiguousarray(part))
     return found
 
 
-def _joined(tensors: Tensors, pattern: str, axis: int) -> Tensors:
-    """Tensors of one name but for the pattern's group (`(a|b|c)`), in the order of the alternatives."""
-    match = re.search(r"\(([^()?]+)\)", pattern)
-    assert match is not None, pattern
-    words = match[1].split("|")
-    finder, found, groups = re.compile(pattern), {}, {}
-    for name, value in tensors.items():
-        hit = finder.search(name)
-        if hit is None:
-            found[name] = value
-        else:
-            groups.setdefault(name[: hit.start(1)] + "+".join(words) + name[hit.end(1) :], {})[hit[1]] = value
-    for name, parts in groups.items():
-        found[name] = mx.concatenate([parts[word] for word in words], axis=axis)
-    return found
+def _joined(gate: np.ndarray, up: np.ndarray, order: str) -> np.ndarray:
+    """Gate and up [E, F, ...] as one array [E, 2 F, ...]."""
+    if order == "interleaved":
+        return np.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
+    return np.concatenate([up, gate] if order == "up_gate" else [gate, up], axis=1)
 
 
 def misread(family: Family, spelling: dict[str, Any]) -> list[str]:
@@ -181,6 +169,8 @@ def check_spellings(family: Family) -> None:
         AssertionError: naming what is not.
         TensorError: a spelling is refused.
     """
-    for label, spelling in disk_names().get(family.family, {}).get("spellings", {}).items():
+    own = disk_names().get(family.family, {})
+    layouts = {f"layout {i}": {"layout": each} for i, each in enumerate(own.get("layouts", ()))}
+    for label, spelling in {**layouts, **own.get("spellings", {})}.items():
         wrong = misread(family, spelling)
         assert not wrong, f"{label}: {wrong[:4]}"
