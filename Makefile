@@ -1,6 +1,6 @@
 # Every target sets up .venv first; PYTHON chooses the interpreter, EXTRAS what is installed (cuda,dev for an
 # NVIDIA GPU), ARGS is passed on to pytest or to the demo.
-.PHONY: demo test lint types docs check evidence hooks clean
+.PHONY: demo test lint types docs check evidence mutations hooks clean
 .DEFAULT_GOAL := demo
 
 PYTHON ?= python3
@@ -39,6 +39,10 @@ evidence: $(STAMP)
 	$(BIN)/registry check --record tests/evidence/check.json
 	$(BIN)/registry parity --originals tests/cases --record tests/evidence/originals.json
 	$(BIN)/python tests/tooling/docs.py
+
+# Every literal of every family file, changed one at a time; about an hour.
+mutations: $(STAMP)
+	$(BIN)/python scripts/mutate_families.py
 
 hooks: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit

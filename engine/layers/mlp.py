@@ -87,7 +87,8 @@ class MLP(VersionedModule):
     def bind(self) -> Callable[[mx.array], mx.array]:
         """The call as one function, with the projections that are there now."""
         run, leaf = self._bind_projections(), self._scale
-        return run if leaf is None else lambda x: run(x) * self[leaf]
+        # The factor may stand in float32 beside narrow matrices.
+        return run if leaf is None else lambda x: (run(x) * self[leaf]).astype(x.dtype)
 
     def _bind_projections(self) -> Callable[[mx.array], mx.array]:
         parts, activate = self.projections(), partial(activations.apply, self._activation)

@@ -209,7 +209,11 @@ def _short(value: dict[str, _Node], at: tuple[str, ...]) -> str | None:
     ):
         return None
     if default is not None and (
-        not isinstance(default.value, str) or not default.value or '"' in default.value
+        not isinstance(default.value, str)
+        or not default.value
+        or '"' in default.value
+        # What stands behind `else` is a literal.
+        or default.value.startswith(("config.", "outer.", "$"))
     ):
         return None
     if isinstance(stated.value, dict):

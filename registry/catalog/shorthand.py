@@ -121,7 +121,7 @@ class _Writer:
 
     def _reference(self, value: str, at: KeyPath) -> Any:
         match = REFERENCE.fullmatch(value)
-        if match is None:
+        if match is None or (match[3] or "").startswith(("config.", "outer.", "$")):
             raise SpecError(
                 f"'{'.'.join(map(str, at))}' is no reference to config.json",
                 where=self._where(at),

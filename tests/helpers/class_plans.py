@@ -27,11 +27,20 @@ NOT_WHOLE = {
 }
 # What makes a Mixture-of-Experts model of other classes' defaults: they give no number of experts or picks,
 # no head width that fits, or no type of each layer.
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
 ADDED: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_experts_per_tok": 8},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_ocr2": {"num_experts_per_tok": 6},
     "deepseek_ocr2_text": {"num_experts_per_tok": 6},
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"head_dim": 128},
@@ -62,8 +71,12 @@ SAME = {
 }
 # Classes that force or work out the type of a layer, or whose types are two settings here: no list to turn.
 FORCED = {"jamba", "llama4", "llama4_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
-# The same for one family, where the class writes a rotated share and the family a rotated width.
-SAME_IN = {"deepseek_v4": ("rope.dims", "rope.partial"), "dots3_note": ("rope.partial",)}
+# The same for one family: a rotated share or width, a list of the layers that rotate or every how many.
+SAME_IN = {
+    "deepseek_v4": ("rope.dims", "rope.partial"),
+    "dots3_note": ("rope.partial",),
+    "mistral_large4": (".options.still_every", ".options.turned"),
+}
 # transformers' class of this name is another family's.
 ANOTHERS = {("minimax_m2", "minimax"), ("bailing_hybrid", "bailing_hybrid")}
 

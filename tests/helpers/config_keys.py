@@ -168,6 +168,10 @@ def check_names(name: str, catalog: Catalog) -> None:
     entry, own = catalog.entries[name], stated().get(name, {})
     for row in own.get("names", ()):
         assert row in (*entry.model_types, *entry.architectures), f"{row} is no name of {name}"
+    for model_type, classes in architectures().items():
+        others = any(model_type in e.model_types for e in catalog.entries.values() if e.name != name)
+        if classes & set(entry.architectures) and not others and model_type not in own.get("not_names", ()):
+            assert model_type in entry.model_types, f"{model_type} is no name of {name}"
     for model_type in entry.model_types:
         for architecture in architectures().get(model_type, ()):
             if architecture not in own.get("not_names", ()):

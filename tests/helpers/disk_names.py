@@ -74,8 +74,14 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
             how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk.
     """
     found = dict(parameters)
-    if "layout" in spelling:
-        found = laid_out(found, **spelling["layout"])
+    layout = dict(spelling.get("layout", {}))
+    if layout.pop("centred", False):
+        # Originals keep the weights of norms as distances from one.
+        found = {
+            name: value - 1.0 if name.endswith("norm.weight") else value for name, value in found.items()
+        }
+    if layout:
+        found = laid_out(found, **layout)
     for pattern in spelling.get("kernels", ()):
         found = {n: v.swapaxes(1, 2) if re.search(pattern, n) else v for n, v in found.items()}
     for pattern, new in spelling.get("names", {}).items():

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
+from stateful import hands_on
 
 from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
 from mlx_experts.engine.kernels import activations
@@ -34,7 +35,7 @@ def packed(name: str) -> nn.Module:
 
 
 @pytest.mark.report("RTE-07", "KRN-29")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not hands_on(name)])
 def test_tokens_give_alone_what_they_give_together(name: str, lab: Any) -> None:
     """Around the count from which pairs are sorted by expert, in one row of a batch and in two."""
     moe = lab.blocks(packed(name))[0]
@@ -110,8 +111,19 @@ class Watched(nn.Module):
 
     def __call__(self, x: mx.array, *rest: Any) -> mx.array:
         y: mx.array = self.layer(x, *rest)
-        self._seen += [x.dtype, y.dtype]
+        self._seen += [dtype for each in (x, y) for dtype in dtypes(each)]
         return y
+
+
+# Originals that keep the residual stream in float32, whatever their weights are.
+WIDE_STREAMS = {"zaya": "modeling_zaya.py: the residual_in_fp32 path of the authors"}
+
+
+def dtypes(stream: Any) -> set[mx.Dtype]:
+    """What a residual stream holds: an array, or the sums of blocks of layers."""
+    if isinstance(stream, mx.array):
+        return {stream.dtype}
+    return {each.dtype for each in (stream.open, *stream.closed)}
 
 
 @pytest.mark.report("RTE-12")
@@ -127,8 +139,8 @@ def test_no_constant_widens_the_residual_stream(name: str, lab: Any, tmp_path: A
     *parents, leaf = names.layers.split(".")
     find(narrow.decoder, ".".join(parents))[leaf] = layers
     logits = [narrow(lab.ids, cache=cache), narrow(lab.ids[:, :1], cache=cache)]
-    assert set(seen) == {mx.bfloat16}
-    assert len(seen) == 4 * len(layers)
+    assert set(seen) == {mx.float32 if name in WIDE_STREAMS else mx.bfloat16}
+    assert len(seen) >= 4 * len(layers)
     assert {each.dtype for each in logits} == {mx.bfloat16}
     for each in cache:
         if isinstance(each, KVCache | RotatingKVCache):

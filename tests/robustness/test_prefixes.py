@@ -33,7 +33,10 @@ def test_entries_match_with_and_without_a_wrappers_prefix(name: str, lab: Any) -
     moe = model.plan.layers[i].moe
     parts = [part for part in (model.converter.layers, str(i), moe.path, moe.router.path) if part]
     router = ".".join(parts)
-    assert f"{router}.weight" in lab.parameters(model)
+    if f"{router}.weight" not in lab.parameters(model):
+        # A router of several matrices; its first one.
+        inside = (n for n in lab.parameters(model) if n.startswith(f"{router}.") and n.endswith(".weight"))
+        router = next(inside).removesuffix(".weight")
     tail = bare(model, router)
     for prefix in WRAPPED:
         assert model.converter.modules(f"{prefix}{tail}") == [router], prefix
@@ -195,8 +198,15 @@ def rope_levels(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *(v for v in config.values() if isinstance(v, dict) and "hidden_size" in v)]
 
 
+# Whose rotations stand under names of their own, and mean something else where they do not.
+BY_NAME = {
+    "beam": "layers of a type without parameters of their own rotate nothing (BeamConfig)",
+    "deepseek_v4": "the entries `main` and `compress`, each with an older key of its own",
+}
+
+
 @pytest.mark.report("PRE-08")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BY_NAME])
 def test_nested_and_flat_rotary_bases_give_equal_plans(name: str) -> None:
     family = catalog().load(name)
     flat, nested = tiny_config(family), tiny_config(family)

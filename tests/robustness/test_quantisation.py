@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
 from mlx_experts import load_model, save_model
@@ -29,12 +30,13 @@ Tensors = dict[str, mx.array]
 
 
 def routers(model: Any) -> set[str]:
-    """Weights of the routers."""
-    found = set()
+    """Weights of the routers; of a router of several matrices, its first."""
+    found, names = set(), [name for name, _ in tree_flatten(model.parameters())]
     for i in model.plan.moe_layers:
         moe = model.plan.layers[i].moe
         path = ".".join(part for part in (moe.path, moe.router.path) if part)
-        found.add(f"{model.converter.layers}.{i}.{path}.weight")
+        router = f"{model.converter.layers}.{i}.{path}."
+        found.add(next(n for n in names if n.startswith(router) and n.endswith(".weight")))
     return found
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mistakes_page import mistakes_section
 from robustness_page import robustness_page
 from schema_page import schema_page
 from tables import table
@@ -75,6 +76,7 @@ def families_page(catalog: Catalog, root: Path) -> str:
         "layouts checked, parity on synthetic (its paths agree with each other and with float32), parity "
         "against the original (logits of the original implementation, carried in tests/cases).\n\n"
         + table(head, rows)
+        + mistakes_section(root)
         + "\n## Declared gaps\n\n"
         + "Architectures that mlx-lm or transformers knows and no file here describes.\n\n"
         + table(("model type", "reason"), gaps)

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from stateful import routes_alone
 
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.dispatch.router_eligibility import prepare, steps_of
@@ -102,7 +103,7 @@ def routed_here(name: str) -> bool:
     return backbone is None or backbone.kept is None
 
 
-@pytest.mark.parametrize("name", [name for name in catalog().names() if routed_here(name)])
+@pytest.mark.parametrize("name", [n for n in catalog().names() if routed_here(n) and routes_alone(n)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
     if current_device() != device:
@@ -126,6 +127,16 @@ def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
         shares = [np.array(w).ravel()[o] for (_, w), o in zip((fused, plain), sort, strict=True)]
         np.testing.assert_array_equal(chosen[0], chosen[1])
         np.testing.assert_allclose(shares[0], shares[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in catalog().names() if routed_here(n) and not routes_alone(n)])
+def test_routers_that_need_or_give_more_than_a_row_have_no_launch_of_their_own(name: str) -> None:
+    """Their blocks bind no router that could be called alone; the experts run fused all the same."""
+    family = catalog().load(name)
+    model = build_tiny(family, tiny_config(family))
+    blocks = [module for module in model.modules() if isinstance(module, MoE)]
+    assert blocks
+    assert all(block.steps().router is None for block in blocks)
 
 
 def test_training_routes_by_plain_mlx_which_has_a_gradient() -> None:

@@ -105,6 +105,12 @@ def test_the_form_says_the_same(tmp_path: Path) -> None:
     assert Catalog([before]).load("my_moe") == Catalog([after]).load("my_moe")
 
 
+def test_a_default_that_is_a_reference_is_never_written_behind_else() -> None:
+    text = (bundled_folder() / "qwen4_exp.yaml").read_text(encoding="utf-8")
+    assert "{from: ple_embed_dim, default: config.hidden_size}" in text
+    assert formatted(text, PATH) == text
+
+
 def test_the_check_fails_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(bundled_folder() / "mixtral.yaml", tmp_path)
     file = tmp_path / "mixtral.yaml"

@@ -226,3 +226,9 @@ def test_a_file_longer_than_any_family_is_refused_by_size_before_it_is_read(tmp_
             command()
         assert "50000000 bytes" in str(caught.value)
         assert str(path) in str(caught.value)
+
+
+def test_a_reference_behind_else_is_refused_and_not_taken_for_text(tmp_path: Path) -> None:
+    error = mistake(tmp_path, HEAD + "moe: {router: {scale: config.a else config.b}}\n")
+    assert "no reference to config.json" in str(error)
+    assert "default" in str(error)
