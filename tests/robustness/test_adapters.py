@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from representatives import blocks, one_of_each
 from stateful import hands_on
 
 from mlx_experts.engine.loading.api import put_adapters, save_model
@@ -47,7 +48,7 @@ def adapted(name: str, mode: str = "") -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.report("LRA-01")
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not hands_on(name)])
+@pytest.mark.parametrize("name", one_of_each(blocks, [name for name in FAMILIES if not hands_on(name)]))
 def test_adapters_of_stacked_experts_are_stacked_and_sum_alike_in_any_order(name: str, lab: Any) -> None:
     """64 pairs are sorted by expert, single tokens are not."""
     model, _ = adapted(name)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from representatives import mixers, one_of_each
 
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.rope import Rope
@@ -46,7 +47,7 @@ def rotated(t: np.ndarray, rope: Rope, offset: int) -> np.ndarray:
 
 
 @pytest.mark.report("QKN-01", "QKN-03")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(mixers, FAMILIES))
 def test_queries_are_normed_and_turned_as_declared(name: str, lab: Any) -> None:
     """Over the whole projection or over each head, before or after the rotation."""
     model, _ = lab.tiny(name)
@@ -61,16 +62,16 @@ def test_queries_are_normed_and_turned_as_declared(name: str, lab: Any) -> None:
             weight = np.array(attention[leaf].weight) + (model.args.plan.norm.offset == "run")
             assert weight.shape == ((want.shape[-1],) if qk.over == "full" else (attention.head_dim,))
         if qk is not None and qk.over == "full":
-            want = normed(want, weight, attention._qk_eps)
+            want = normed(want, weight, attention._eps)
         if spec.clip is not None:
             want = np.clip(want, -spec.clip, spec.clip)
         want = want.reshape(5, attention.heads, -1).swapaxes(0, 1)
         if qk is not None and qk.over == "head" and not qk.after_rope:
-            want = normed(want, weight, attention._qk_eps)
+            want = normed(want, weight, attention._eps)
         if attention._rope is not None:
             want = rotated(want, attention._rope, 3)
         if qk is not None and qk.over == "head" and qk.after_rope:
-            want = normed(want, weight, attention._qk_eps)
+            want = normed(want, weight, attention._eps)
         got = np.array(attention.bind_heads(attention.heads, leaf)(q, 3)[0])
         assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 

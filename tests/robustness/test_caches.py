@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from representatives import mixers, one_of_each
 
 from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.loading import generate as generation
@@ -36,7 +37,7 @@ def ids(model: Any, count: int, rows: int = 1) -> mx.array:
 
 
 @pytest.mark.report("CCH-01", "CCH-03")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(mixers, FAMILIES))
 def test_tokens_past_a_window_or_a_chunk_give_what_the_whole_gives(name: str, lab: Any) -> None:
     """24 tokens over windows and chunks of at most 8: one by one, and in two pieces."""
     model, _ = lab.tiny(name)
@@ -63,7 +64,7 @@ def test_a_chunk_boundary_hides_earlier_chunks_and_nothing_else(name: str, lab: 
 
 
 @pytest.mark.report("CCH-05")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(mixers, FAMILIES))
 def test_a_prefix_is_reused_rightly_or_not_at_all(name: str, lab: Any) -> None:
     """A prompt cache of mixed layers either goes back to a prefix, or says that it cannot."""
     model, _ = lab.tiny(name)
@@ -106,7 +107,7 @@ def test_a_quantised_cache_cannot_join_a_batch_and_is_refused_before_anything_ru
 
 
 @pytest.mark.report("CCH-12", "CCH-08")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(mixers, FAMILIES))
 def test_requests_decoded_together_give_each_its_own_tokens(name: str, lab: Any) -> None:
     """Two rows run fused on the CPU, which the trace says."""
     model, _ = lab.tiny(name)

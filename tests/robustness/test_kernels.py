@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
+from representatives import blocks, one_of_each
 
 from mlx_experts.engine.dispatch import expert_dispatch as dispatch
 from mlx_experts.engine.dispatch import verify
@@ -87,7 +88,7 @@ def runs(model: Any) -> int:
 
 
 @pytest.mark.report("KRN-07", "KRN-32")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(blocks, FAMILIES))
 def test_every_family_runs_fused_once_a_layer_and_token_unless_a_bound_forbids_it(
     name: str, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

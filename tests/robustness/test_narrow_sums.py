@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
+from representatives import blocks, one_of_each
 
 from mlx_experts.engine.dispatch import verify
 from mlx_experts.engine.dispatch.trace import trace
@@ -78,7 +79,7 @@ def rms(t: mx.array) -> float:
 
 @pytest.mark.report("N1")
 @pytest.mark.parametrize("dtype", NARROW, ids=["bf16", "f16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(blocks, FAMILIES))
 def test_a_block_whose_experts_cancel_rounds_once_for_one_row_and_for_many(
     name: str, dtype: mx.Dtype
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import representatives
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -57,7 +58,7 @@ def read(model: Any, stored: Tensors, quantization: dict[str, Any]) -> tuple[dic
 
 
 @pytest.mark.report("QNT-01")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", representatives.one_of_each(representatives.routers, FAMILIES))
 @pytest.mark.parametrize("stored_packed", [False, True])
 def test_an_entry_for_a_router_is_used_if_it_is_packed_and_noted_if_it_is_not(
     name: str, stored_packed: bool, lab: Any

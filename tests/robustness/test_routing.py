@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from representatives import one_of_each, routers
 from stateful import routes_alone
 
 from mlx_experts.engine.layers.module_tree import find
@@ -83,7 +84,7 @@ def routed(
 
 
 @pytest.mark.report("RTE-01", "RTE-05")
-@pytest.mark.parametrize("name", [name for name in FAMILIES if routes_alone(name)])
+@pytest.mark.parametrize("name", one_of_each(routers, [name for name in FAMILIES if routes_alone(name)]))
 def test_every_family_routes_by_its_declared_steps(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
     blocks = lab.blocks(model)[:2]
@@ -242,7 +243,7 @@ def test_a_config_of_a_newer_model_is_not_read_as_its_predecessor(feature: dict[
 
 
 @pytest.mark.report("RTE-16")
-@pytest.mark.parametrize("name", [name for name in FAMILIES if routes_alone(name)])
+@pytest.mark.parametrize("name", one_of_each(routers, [name for name in FAMILIES if routes_alone(name)]))
 def test_a_token_may_pick_every_expert(name: str, lab: Any) -> None:
     family = catalog().load(name)
     zero = lab.blocks(lab.tiny(name)[0])[0]._spec.experts.zero_experts
@@ -299,7 +300,7 @@ def set_groups(family: Any, config: dict[str, Any], count: int, keep: int) -> No
             level[ref.keys[0]] = next((k for k, v in (ref.map or {}).items() if v is value), value)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(routers, FAMILIES))
 @pytest.mark.parametrize("top_k", [0, 9])
 def test_a_token_cannot_pick_none_or_more_experts_than_there_are(name: str, top_k: int, lab: Any) -> None:
     zero = lab.blocks(lab.tiny(name)[0])[0]._spec.experts.zero_experts

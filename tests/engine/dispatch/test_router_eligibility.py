@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from representatives import one_of_each, routers
 from stateful import routes_alone
 
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
@@ -103,7 +104,9 @@ def routed_here(name: str) -> bool:
     return backbone is None or backbone.kept is None
 
 
-@pytest.mark.parametrize("name", [n for n in catalog().names() if routed_here(n) and routes_alone(n)])
+@pytest.mark.parametrize(
+    "name", one_of_each(routers, [n for n in catalog().names() if routed_here(n) and routes_alone(n)])
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
     if current_device() != device:

@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model as load_in_mlx_lm
+from representatives import mixers, one_of_each
 
 from mlx_experts import load_model
 from mlx_experts.engine.loading import generate as generation
@@ -38,7 +39,7 @@ def plain(model: Any) -> bool:
     return len(caches) == len(model.layers) and all(type(cache) is KVCache for cache in caches)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(mixers, FAMILIES))
 def test_a_bound_that_is_not_reached_changes_nothing_and_one_that_is_holds(name: str) -> None:
     model = tiny(name)
     ids = mx.array([[5, 3, 8, 1, 9, 2, 7, 4, 6, 11]])
@@ -56,7 +57,7 @@ def test_a_bound_that_is_not_reached_changes_nothing_and_one_that_is_holds(name:
     assert all(cache.keys.shape[2] <= 6 and cache.offset == ids.shape[1] for cache in caches)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(mixers, FAMILIES))
 def test_where_mlx_lm_bounds_the_caches_these_are_bounded_too(name: str) -> None:
     """And in the families that mlx-lm lacks, wherever all caches are plain."""
     family = catalog().load(name)
