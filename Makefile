@@ -1,6 +1,6 @@
 # Every target sets up .venv first; PYTHON chooses the interpreter, EXTRAS what is installed (cuda,dev for an
 # NVIDIA GPU), ARGS is passed on to pytest or to the demo.
-.PHONY: demo test lint types docs check evidence mutations hooks clean
+.PHONY: demo setup test lint types docs check evidence mutations hooks clean
 .DEFAULT_GOAL := demo
 
 PYTHON ?= python3
@@ -13,6 +13,8 @@ PROMPT ?= A mixture-of-experts model
 
 demo: $(STAMP)
 	$(BIN)/registry generate api/demo --prompt "$(PROMPT)" --max-tokens 80 --temp 0 $(ARGS)
+
+setup: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
