@@ -74,6 +74,7 @@ class TokenPieces:
         self._layer_of: dict[int, list[int]] = {}
         self._notes: dict[int, str] = {}
         self._seen: set[int] = set()
+        self.joined: list[Joined] = []
         added: float | None = None
         for at, layer in enumerate(layers):
             begin = len(self._steps)
@@ -126,7 +127,10 @@ class TokenPieces:
         places = [p for p in leaves_of(*filter(None, modules)) if id(p[0]) not in self._seen]
         self._seen |= {id(leaf) for leaf, _ in places}
         joined = Joined.of(places)
-        return [] if joined is None else [joined]
+        if joined is None:
+            return []
+        self.joined.append(joined)
+        return [joined]
 
     def _add(self, at: int, layer: LayerOfPieces, added: float | None) -> float | None:
         """The steps of a layer; the factor on a branch that the next step is to add, or None."""
@@ -166,7 +170,8 @@ class TokenPieces:
             return added
         after = [norm for norm in (parts.output_norm, parts.post_mlp) if norm is not None]
         made: Sequence[Step] | Decline
-        joined = self._joined(parts.mlp, parts.shared)
+        in_files = isinstance(parts.mlp, MoE) and parts.mlp.slots is not None
+        joined = [] if in_files else self._joined(parts.mlp, parts.shared)
         if type(parts.mlp) is MLP and parts.shared is None:
             made = AroundMLP(parts.pre_mlp, parts.mlp, after, added, joined).steps(device, dtype)
         elif type(parts.mlp) is MoE:

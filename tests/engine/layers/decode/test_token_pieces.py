@@ -1,5 +1,7 @@
 """One token through the pieces gives what it gives layer by layer, for every family, cache and change."""
 
+from importlib.resources import files
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -7,12 +9,13 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_experts import trace
+from mlx_experts import load_model, trace
 from mlx_experts.engine.dispatch import tuning_cache
 from mlx_experts.engine.layers.decode.around_attention import extended
 from mlx_experts.engine.models.decoder import Decoder
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.tools.routing import blocks_of
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 NAMES = [name for name in catalog().names() if catalog().load(name).backbone is None]
@@ -154,6 +157,22 @@ def test_a_layer_whose_experts_are_switched_off_runs_as_it_is():
     notes = {row.layer: row.note for row in trace.pieces()}
     assert notes["model.layers.1"] == "as it is, switch: wanted on, got off"
     assert notes["model.layers.2"].endswith("experts: cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_that_stay_in_files_are_read_between_the_pieces(device):
+    """For CUDA the steps are only made: they would look into the slots while they are traced."""
+    whole, _ = load_model(str(files("mlx_experts").joinpath("demo")), dtype="float32")
+    model, _ = load_model(str(files("mlx_experts").joinpath("demo")), dtype="float32", expert_memory="0.6MB")
+    pieces = model.decoder.token_pieces(device, mx.float32, compiled=False)
+    assert any("wanted experts in memory, got slots" in note for note in pieces._notes.values())
+    arrays = [array for block in blocks_of(model) for leaf in block[1].modules() for array in leaf.values()]
+    assert not {id(each) for each in arrays} & {place for j in pieces.joined for place in j.begins}
+    if device == "cpu":
+        caches = [make_prompt_cache(each) for each in (whole, model)]
+        mx.eval([each(PROMPT, cache=cache) for each, cache in zip((whole, model), caches, strict=True)])
+        want = decoded(whole, (4, 5, 6), caches[0], None)
+        assert mx.array_equal(decoded(model, (4, 5, 6), caches[1], pieces), want)
 
 
 @pytest.mark.parametrize("path", ["self_attn.q_proj", "self_attn.o_proj", "mlp.switch_mlp.down_proj"])
