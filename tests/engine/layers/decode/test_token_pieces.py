@@ -172,7 +172,7 @@ def test_experts_that_stay_in_files_are_read_between_the_pieces(device):
         caches = [make_prompt_cache(each) for each in (whole, model)]
         mx.eval([each(PROMPT, cache=cache) for each, cache in zip((whole, model), caches, strict=True)])
         want = decoded(whole, (4, 5, 6), caches[0], None)
-        assert mx.array_equal(decoded(model, (4, 5, 6), caches[1], pieces), want)
+        assert distance(decoded(model, (4, 5, 6), caches[1], pieces), want) < 1e-5
 
 
 @pytest.mark.parametrize("path", ["self_attn.q_proj", "self_attn.o_proj", "mlp.switch_mlp.down_proj"])
