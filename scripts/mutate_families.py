@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument(
         "--as-they-are", action="store_true", help="see that nothing is noticed in the files as they are"
     )
-    parser.add_argument("--every", type=int, default=6, metavar="N", help="try every N-th mutation, a sample")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="try every N-th mutation, a sample")
     parser.add_argument("--first", type=int, default=0, metavar="I", help="the first of them")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
