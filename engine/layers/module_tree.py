@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_experts.engine.layers.options import check_parts
 from mlx_experts.engine.layers.versioned import Holder
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.spec.family import NormSpec
@@ -84,12 +85,35 @@ class ZeroCentredRMSNorm(nn.Module):
         return mx.fast.rms_norm(x, 1.0 + self.weight, self.eps)
 
 
+class PartedRMSNorm(nn.Module):
+    """RMSNorm of each of N equal parts of the width, with one weight over all of it.
+
+    Args:
+        dims: the width.
+        parts: N.
+    """
+
+    def __init__(self, dims: int, parts: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.ones((dims,))
+        self._parts, self._eps = parts, eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """``x`` [..., D] to [..., D]."""
+        parts = mx.unflatten(x.astype(mx.float32), -1, (self._parts, -1))
+        normed = mx.fast.rms_norm(parts, None, self._eps).flatten(-2)
+        return (normed * self.weight.astype(mx.float32)).astype(x.dtype)
+
+
 def make_norm(spec: NormSpec, dims: int, eps: float) -> nn.Module:
     """The norm that a family declares, over the last axis of width ``dims``."""
     if spec.kind == "layer":
         return nn.LayerNorm(dims, eps=eps)
     if spec.kind == "layer_no_bias":
         return nn.LayerNorm(dims, eps=eps, bias=False)
+    if spec.parts > 1:
+        check_parts(dims, spec.parts, "the width cannot be divided into the parts that are normalised")
+        return PartedRMSNorm(dims, spec.parts, eps)
     if spec.offset == "run":
         return ZeroCentredRMSNorm(dims, eps)
     return nn.RMSNorm(dims, eps=eps)

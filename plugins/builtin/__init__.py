@@ -5,6 +5,8 @@ A builtin plugin imports engine.layers, engine.weights and engine.models; nothin
 
 COMPONENTS: dict[str, tuple[str, str]] = {
     "attention.fourier": ("mixer", "fourier"),
+    "attention.kept_prompt": ("mixer", "kept_prompt"),
+    "attention.routed_values": ("mixer", "routed_values"),
     "attention.shared_query": ("mixer", "shared_query"),
     "attention.tempered": ("mixer", "tempered"),
     "block_sparse": ("mixer", "block_sparse"),

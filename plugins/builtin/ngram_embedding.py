@@ -18,7 +18,7 @@ from mlx_experts.engine.layers.options import read_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import Plan
-from mlx_experts.registry.spec.values import Count, Positive, Spec, Width
+from mlx_experts.registry.spec.values import Count, NotNegative, Spec, Width
 
 
 class NgramOptions(Spec):
@@ -26,14 +26,17 @@ class NgramOptions(Spec):
 
     longest: Width = Field(description="Tokens of the longest n-gram, this token included.")
     tables: Width = Field(description="Tables for each n-gram length.")
-    ratio: Positive = Field(description="Rows of a table, as a multiple of the vocabulary.")
+    ratio: NotNegative = Field(
+        description="Rows of a table, as a multiple of the vocabulary; 0 for no tables."
+    )
+    whole_token: bool = Field(False, description="Only the n-grams are divided by the number of embeddings.")
     boundary: Count | Annotated[list[Count], Field(min_length=1)] = Field(
         description="Tokens that no n-gram reaches across (end of a text)."
     )
 
 
 class NgramEmbedding(nn.Module):
-    """The mean of a token's embedding and those of the n-grams that end with it.
+    """The mean of a token's embedding and those of the n-grams that end with it, or the token's apart.
 
     An n-gram's row is the polynomial hash of its ids in the base of the vocabulary, modulo the rows of
     its table; a missing token counts as id 0. N-grams stop behind a boundary token, as in the authors'
@@ -51,7 +54,9 @@ class NgramEmbedding(nn.Module):
         sizes = plan.sizes
         spec = read_options(NgramOptions, plan.embedding.options, "n-gram embeddings")
         count, width = spec.tables * (spec.longest - 1), sizes.hidden_size
-        if count < 1 or width % count:
+        if not spec.ratio:
+            count = 0
+        elif count < 1 or width % count:
             raise ConfigError(
                 "the model's width cannot be divided among the n-gram tables",
                 where="config.json or the family file",
@@ -59,6 +64,7 @@ class NgramEmbedding(nn.Module):
                 found=str(width),
             )
         self._reach, self._tables, self._vocabulary = spec.longest - 1, spec.tables, sizes.vocab_size
+        self._whole = spec.whole_token
         self._boundary = [spec.boundary] if isinstance(spec.boundary, int) else list(spec.boundary)
         # Odd sizes, all different, so that tables of one n-gram length hash differently.
         self._rows = [int(spec.ratio * sizes.vocab_size + 2 * i + 1) for i in range(count)]
@@ -71,14 +77,16 @@ class NgramEmbedding(nn.Module):
         # A hash is below vocabulary * rows, past 32 bits.
         ids = inputs.astype(mx.int64)
         before = self._before(ids, state.recurrent_mask(inputs, cache), cache)
-        h = look_up(self.word_embeddings, inputs, state.dtype)
+        token = look_up(self.word_embeddings, inputs, state.dtype)
+        h = mx.zeros_like(token) if self._whole else token
         for i, rows in enumerate(self._rows):
             row, power = ids, 1
             for previous in before[: i // self._tables + 1]:
                 power = power * self._vocabulary % rows
                 row = row + previous * power
             h = h + self.post_projs[i](look_up(self.embedders[i], row % rows, state.dtype))
-        return h / (1 + len(self._rows))
+        h = h / (1 + len(self._rows))
+        return token + h if self._whole else h
 
     def _before(self, ids: mx.array, mask: mx.array | None, cache: Any) -> list[mx.array]:
         """The ids one, two, ... tokens before each token [B, L], 0 where there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -17,8 +18,9 @@ from mlx_experts.engine.models.decoder import make_mixer, make_mlp
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
+from mlx_experts.registry.spec.attention import PluginMixerSpec
 from mlx_experts.registry.spec.family import DenseSpec
-from mlx_experts.registry.spec.values import Spec
+from mlx_experts.registry.spec.values import Options, Spec
 
 _HALVES = 2
 
@@ -27,6 +29,7 @@ class ShortcutOptions(Spec):
     """Options of a layer with a shortcut."""
 
     dense: DenseSpec = Field(description="The MLP of each half; its path holds a list.")
+    second: Options = Field({}, description="What the second half's mixer has otherwise.")
 
 
 class ShortcutLayer(VersionedModule):
@@ -53,10 +56,15 @@ class ShortcutLayer(VersionedModule):
                 "a layer with a shortcut needs a mixer, experts, and a norm before each",
                 where=f"{plan.family.family}.yaml, layer {layer.index}",
             )
-        dense = read_options(ShortcutOptions, layer.block.options, "a layer with a shortcut").dense
+        options = read_options(ShortcutOptions, layer.block.options, "a layer with a shortcut")
+        dense, other = options.dense, layer
+        if options.second:
+            assert isinstance(layer.mixer, PluginMixerSpec)
+            changed = {**layer.mixer.options, **options.second}
+            other = dataclasses.replace(layer, mixer=layer.mixer.model_copy(update={"options": changed}))
         width = dense.width if dense.width is not None else sizes.dense_width or 0
         self._paths = (layer.mixer.path, dense.path, block.pre_mixer, block.pre_mlp, layer.moe.path)
-        place(self, layer.mixer.path, [make_mixer(layer, plan) for _ in range(_HALVES)])
+        place(self, layer.mixer.path, [make_mixer(each, plan) for each in (layer, other)])
         place(
             self,
             dense.path,

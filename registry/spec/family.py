@@ -67,6 +67,7 @@ class NormSpec(Spec):
         description="Zero-centred weights: `load` adds one while loading original checkpoints, "
         "`run` adds one at run time; true means `run`, false `none`.",
     )
+    parts: Width = Field(1, description="Equal parts of the width that an RMSNorm normalises apart.")
     uncentred: tuple[str, ...] = Field(
         (), description="Norm modules that an offset leaves alone (patterns with `*`)."
     )

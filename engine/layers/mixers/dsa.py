@@ -40,6 +40,10 @@ class DsaOptions(MlaOptions):
     index_style: Pairs = Field(description="Which pairs of an index head rotate.")
     index_tail: bool = Field(False, description="The last values of an index head rotate, not the first.")
     index_eps: Positive = Field(1e-6, description="Epsilon of the norm of index keys.")
+    index_norm: Literal["layer", "rms"] = Field("layer", description="The norm of index keys.")
+    index_sinks: Count = Field(0, description="First tokens that are always picked.")
+    index_recent: Count = Field(0, description="Last tokens that are always picked, the query's own counted.")
+    index_follows: bool = Field(False, description="The mixer uses what the one before it has picked.")
     index_input: Literal["latent", "normed"] = Field(
         "latent", description="Index queries are made of the query latent, or of the layer-normed input."
     )
@@ -71,7 +75,8 @@ class Indexer(nn.Module):
         normed = spec.index_input == "normed"
         self.wq_b = nn.Linear(width if normed else spec.q_rank or width, self.heads * self.dim, bias=False)
         self.wk = nn.Linear(width, self.dim, bias=False)
-        self.k_norm = nn.LayerNorm(self.dim, eps=spec.index_eps)
+        norm = nn.RMSNorm if spec.index_norm == "rms" else nn.LayerNorm
+        self.k_norm = norm(self.dim, eps=spec.index_eps)
         self.weights_proj = nn.Linear(width, self.heads, bias=False)
         if normed:
             self.q_input_norm = nn.LayerNorm(width, eps=1e-6)
@@ -160,13 +165,14 @@ class SparseAttention(LatentAttention):
             )
         if spec.indexer and spec.window:
             raise ConfigError("an indexer picks among all tokens, not in a window", where="the family file")
-        self._shared = spec.indexer and shares_selection(spec, layer.index)
-        if self._shared and layer.index == 0:
+        follows = spec.index_follows
+        self._shared = spec.indexer and (follows or shares_selection(spec, layer.index))
+        if self._shared and layer.index == 0 and not follows:
             raise ConfigError(
                 "the first layer shares an indexer, and there is none before it",
                 where="config.json or the family file",
             )
-        earlier = range(layer.index - 1, -1, -1) if self._shared else ()
+        earlier = range(layer.index - 1, -1, -1) if self._shared and not follows else ()
         self._source = next((i for i in earlier if not shares_selection(spec, i)), None)
         self._indexed = spec.indexer and not self._shared
         if self._indexed:
@@ -255,9 +261,18 @@ class SparseAttention(LatentAttention):
         if spec.index_pool:
             return self._pick_pools(x, latent, keys, gates, state, offset, padding)
         scores = self.indexer.scores(x, latent, keys, state, offset)
+        if spec.index_sinks or spec.index_recent:
+            scores = mx.where(self._always(*scores.shape[-2:], padding), mx.inf, scores)
         if mask is not None:
             scores = mx.where(mask, scores, -mx.inf)
         return best_of(scores, spec.index_topk), None
+
+    def _always(self, length: int, total: int, padding: mx.array | None) -> mx.array:
+        """Which of all tokens each query picks whatever their scores are, [B or 1, 1, L, T]."""
+        tokens, first = mx.arange(total), 0 if padding is None else padding[:, None, None, None]
+        places = (total - length + mx.arange(length))[:, None]
+        recent = (tokens <= places) & (tokens > places - self._dsa.index_recent)
+        return (tokens - first < self._dsa.index_sinks) | recent
 
     def _pick_pools(
         self,
