@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from pydantic import Field
 
 from mlx_experts.engine.layers.options import read_options
@@ -42,11 +43,13 @@ class CopyToLayers(StaysInPlace):
         return True
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
-        """Take the first layer's."""
-        for at in self.to.in_layers(tree.num_layers):
-            value = tensors.pop(self.to.fill(at), None)
-            if value is not None:
-                tensors.setdefault(self.source, value)
+        """One tensor for all layers again, where they are still alike; others keep their own."""
+        names = [self.to.fill(at) for at in self.to.in_layers(tree.num_layers)]
+        held = [tensors[name] for name in names if name in tensors]
+        if held and all(mx.array_equal(held[0], other) for other in held[1:]):
+            for name in names:
+                tensors.pop(name, None)
+            tensors[self.source] = held[0]
 
 
 def make_copy(source: str, options: Mapping[str, Any]) -> CopyToLayers:
