@@ -6,8 +6,9 @@
 Python calls are frames entered, C calls are calls of built-in functions, branches are conditional jumps and
 steps of loops, as the interpreter executes them between a layer's call and its return; built-in functions
 that built-in functions call are not seen. The trace of expert calls is part of what is counted. The first
-line has MLX's own linear layers, as on a GPU; the second has the CPU's kernels for them, which cross from MLX
-to the kernel and back. ``--where`` lists our layer's by function. The figures are means over the layers.
+line has MLX's own linear layers and what is ours around them; the second has the CPU's kernels for them too,
+each of which crosses from MLX to the kernel and back. ``--where`` lists our layer's by function. The figures
+are means over the layers.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Counting:
 
 
 def with_mlx_linear_layers(model: Any) -> Any:
-    """The model as a GPU runs it: its linear layers are MLX's own, not the CPU's kernels."""
+    """The model with MLX's own linear layers, not the CPU's kernels."""
     for module in model.modules():
         if isinstance(module, Linear | QuantizedLinear | Embedding | QuantizedEmbedding):
             module.__class__ = module.computes

@@ -117,11 +117,11 @@ class Router:
 
     def one_launch(self, device: Device) -> RoutedRun | Decline:
         """The fused router of a device, decided once for each."""
-        runs = self.runs
-        run = runs.get(device)
-        if run is None:
-            run = runs[device] = prepare(self.spec, self.experts, self.top_k, device, self.fused)
-        return run
+        try:
+            return self.runs[device]
+        except KeyError:
+            self.runs[device] = run = prepare(self.spec, self.experts, self.top_k, device, self.fused)
+            return run
 
     def pick(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
         """Top-k selection; weights are gathered from the scores without the selection bias."""

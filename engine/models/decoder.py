@@ -15,7 +15,6 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
-from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.dispatch import policy, tuning_cache
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
@@ -23,7 +22,7 @@ from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts, as_it_is, branch, scaled, usual
-from mlx_experts.engine.layers.decode.one_token import OneToken, one_token
+from mlx_experts.engine.layers.decode.one_token import one_token
 from mlx_experts.engine.layers.decode.token_pieces import LayerOfPieces, TokenPieces
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.mlp import MLP, activation_of
@@ -179,8 +178,7 @@ class DecoderLayer(VersionedModule):
         if parts.usual:
             layerwise = usual(parts.pre_mixer, mixer, parts.pre_mlp, feed)
             assert feed is not None
-            quick = one_token(parts.pre_mixer, mixer, parts.pre_mlp, feed, self._fused)
-            return layerwise if quick is None else _quick(quick, layerwise)
+            return one_token(parts.pre_mixer, mixer, parts.pre_mlp, feed, layerwise, self._fused)
         mix = branch(parts.pre_mixer, mixer, parts.post_mixer, factor)
         add = branch(parts.pre_mlp, feed, parts.post_mlp, factor)
         if mixer is None:
@@ -213,19 +211,6 @@ def _parts_of(layer: Any, device: Device) -> LayerParts | Decline:
 
 def _norm_names(block: BlockSpec) -> tuple[str | None, ...]:
     return block.pre_mixer, block.post_mixer, block.pre_mlp, block.post_mlp
-
-
-def _quick(quick: OneToken, usual: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """``quick`` for one token in float32 with a plain cache, where it takes it, else ``usual``."""
-
-    def run(x: mx.array, state: ForwardState, cache: Any) -> mx.array:
-        if x.size == x.shape[-1] and type(cache) is KVCache and x.dtype == mx.float32:
-            y = quick(x, cache)
-            if y is not None:
-                return y
-        return usual(x, state, cache)
-
-    return run
 
 
 def _source(layer: nn.Module) -> int | None:

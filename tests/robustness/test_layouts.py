@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model as load_in_mlx_lm
+from representatives import layouts, one_of_each
 
 from mlx_experts import get_model_classes
 from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch
@@ -54,7 +55,7 @@ def spelled(lab: Any, model: Model, layout: int | None) -> dict[str, mx.array]:
 
 
 @pytest.mark.report("LAY-01", "LAY-06", "LAY-10", "LAY-13")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(layouts, FAMILIES))
 def test_every_spelling_of_the_experts_gives_the_same_parameters(name: str, lab: Any) -> None:
     model, _ = lab.tiny(name)
     want, odd = lab.parameters(model), {}

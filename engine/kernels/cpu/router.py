@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+_NOTHING = np.empty(0, np.float32)
 _NORMALISE = ("none", "sum", "clamp")
 
 
@@ -42,18 +43,19 @@ class Routed:
         The order is that of the falling biased scores, of equal ones the lower index first. A Decline inside
         a function transformation, which has no values to read.
         """
-        inputs = [logits.astype(mx.float32)]
+        wide, added = logits.astype(mx.float32), _NOTHING
         if self._biased and bias is not None:
-            inputs.append(bias.astype(mx.float32))
-        if not evaluated(*inputs):
+            tilt = bias.astype(mx.float32)
+            if not evaluated(tilt):
+                return TRANSFORMED
+            added = np.array(tilt, copy=False).reshape(-1)
+        if not evaluated(wide):
             return TRANSFORMED
-        values = [np.array(a, copy=False).reshape(-1) for a in inputs]
         shape = (*logits.shape[:-1], self._top_k)
         chosen, share = np.empty(shape, np.uint32), np.empty(shape, np.float32)
-        nothing = np.empty(0, np.float32)
         compiled().route(
-            values[0],
-            values[1] if len(values) > 1 else nothing,
+            np.array(wide, copy=False).reshape(-1),
+            added,
             *self._before,
             chosen.reshape(-1),
             share.reshape(-1),

@@ -20,35 +20,17 @@ from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
 
-# A layer's call for one token, or None where it leaves the call to MLX.
-OneToken = Callable[[mx.array, Any], "mx.array | None"]
+LayerCall = Callable[[mx.array, Any, Any], mx.array]
 
-_NOTHING = np.empty(0, np.float32)
+_FLOAT32, _KINDS = mx.float32, (nn.RMSNorm, ZeroCentredRMSNorm)
 _PARALLEL_FROM = 1 << 18  # products of a call of attention from which on all threads share the heads
 
 
-class _Norm:
-    """A root-mean-square norm on rows in memory.
-
-    Args:
-        module: ``nn.RMSNorm`` or the zero-centred one.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._eps = module, np.float32(module.eps)
-        self._centre = np.float32(1.0 if type(module) is ZeroCentredRMSNorm else 0.0)
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        """``x`` [R, D] normalised."""
-        from mlx_experts.engine.kernels.cpu import token
-
-        weight, out = stacks.float32(self._module["weight"]), np.empty_like(x)
-        token.rms_norm(x, weight, self._centre, self._eps, out)
-        return out
-
-
-def _norm(module: Any) -> _Norm | None:
-    return _Norm(module) if type(module) in (nn.RMSNorm, ZeroCentredRMSNorm) else None
+def _norm(module: Any) -> tuple[nn.Module, np.float32, np.float32] | None:
+    """A root-mean-square norm with its centre and epsilon, or None for any other module."""
+    if type(module) not in _KINDS:
+        return None
+    return module, np.float32(type(module) is ZeroCentredRMSNorm), np.float32(module.eps)
 
 
 def _usual_attention(mixer: Any) -> bool:
@@ -73,68 +55,110 @@ def _usual_attention(mixer: Any) -> bool:
 
 
 def one_token(
-    pre_mixer: Any, mixer: Any, pre_mlp: Any, feed: Callable[[mx.array], mx.array], fused: bool | None
-) -> OneToken | None:
-    """The call of ``h = x + mixer(pre_mixer(x))``, ``h + feed(pre_mlp(h))`` for one token, or None.
+    pre_mixer: Any,
+    mixer: Any,
+    pre_mlp: Any,
+    feed: Callable[[mx.array], mx.array],
+    usual: LayerCall,
+    fused: bool | None,
+) -> LayerCall:
+    """``usual``, or ``h = x + mixer(pre_mixer(x))``, ``h + feed(pre_mlp(h))`` in memory for what fits it.
+
+    It fits one row in float32 with a plain cache; each such call asks for all that it needs in one function,
+    because Python's own calls are a good part of a token's time.
 
     Args:
+        usual: the same in MLX, for any call.
         fused: the argument of ``load``; None leaves the choice to the environment.
     """
     first, second = _norm(pre_mixer), _norm(pre_mlp)
     if first is None or second is None or not _usual_attention(mixer):
-        return None
+        return usual
     if current_device() != "cpu" or not policy.resolve("cpu", fused).enabled:
-        return None
+        return usual
     spec, qk = mixer._spec, mixer._spec.qk_norm
-    projections = [mixer[leaf] for leaf in ("q_proj", "k_proj", "v_proj")]
-    output = find(mixer, spec.names.o)
     normed = qk is not None and qk.enabled
-    norms = [_norm(mixer[leaf]) for leaf in mixer._leaves] if normed else [None, None]
-    if normed and None in norms:
-        return None
+    head_norms = [_norm(mixer[leaf]) for leaf in mixer._leaves] if normed else [None, None]
+    if normed and None in head_norms:
+        return usual
+    q_norm: Any = head_norms[0]
+    k_norm: Any = head_norms[1]
+    q_proj, k_proj, v_proj = (mixer[leaf] for leaf in ("q_proj", "k_proj", "v_proj"))
+    output, angles, scale = find(mixer, spec.names.o), _angles(mixer._rope), np.float32(mixer.scale)
     heads, groups, width, depth = mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.v_head_dim
-    scale, angles = np.float32(mixer.scale), _angles(mixer._rope)
+    key_shape, value_shape, seen_shape = (1, groups, 1, width), (1, groups, 1, depth), (1, 1, heads * depth)
+    taken = ((1, 1, pre_mixer.weight.shape[-1]), _FLOAT32, KVCache)
+    row, array, empty, evaluate = np.ascontiguousarray, mx.array, np.empty, mx.eval
+    # Arrays in float32 are read where they lie, without a call of Python's.
+    rows, floats, only = {_FLOAT32: row}.get, stacks.float32, {_FLOAT32}
+    token: Any = None
 
-    def run(x: mx.array, cache: Any) -> mx.array | None:
+    def begin(x: mx.array) -> bool:
+        nonlocal token, ready
+        token = _compiled()
+        ready = stacks.evaluated if token is not None else _never
+        return ready(x)
+
+    ready: Callable[[mx.array], bool] = begin
+
+    def run(x: mx.array, state: Any, cache: Any) -> mx.array:
+        shape = x.shape
+        if (shape, x.dtype, type(cache)) != taken:
+            return usual(x, state, cache)
         kept = cache.keys
-        if kept is not None and (kept.dtype != mx.float32 or kept.shape[0] != 1):
-            return None
-        if start.unavailable() is not None or not stacks.evaluated(x):
-            return None
-        row = stacks.rows_of(x)
-        rows = _values(x.shape, projections, first(row))
-        if rows is None:
-            return None
-        q, k, v = (t.reshape(n, -1) for t, n in zip(rows, (heads, groups, groups), strict=True))
-        q, k = (t.copy() if n is None else n(t) for t, n in zip((q, k), norms, strict=True))
+        if (kept is not None and kept.dtype != _FLOAT32) or not ready(x):
+            return usual(x, state, cache)
+        norm = token.rms_norm
+        before = row(x).reshape(1, -1)
+        out = empty(before.shape, np.float32)
+        module, centre, eps = first
+        weight = module["weight"]
+        norm(before, rows(weight.dtype, floats)(weight), centre, eps, out)
+        h = array(out.reshape(shape))
+        q, k, v = q_proj(h), k_proj(h), v_proj(h)
+        if {q.dtype, k.dtype, v.dtype} != only:
+            return usual(x, state, cache)
+        evaluate(q, k, v)
+        both = empty((heads + groups, width), np.float32)
+        queries, keys = both[:heads], both[heads:]
+        if normed:
+            module, centre, eps = q_norm
+            weight = module["weight"]
+            norm(row(q).reshape(heads, width), rows(weight.dtype, floats)(weight), centre, eps, queries)
+            module, centre, eps = k_norm
+            weight = module["weight"]
+            norm(row(k).reshape(groups, width), rows(weight.dtype, floats)(weight), centre, eps, keys)
+        else:
+            queries[:], keys[:] = row(q).reshape(heads, width), row(k).reshape(groups, width)
         if angles is not None:
-            from mlx_experts.engine.kernels.cpu import token
-
-            for turned in (q, k):
-                token.rotate(turned, *angles(cache.offset))
-        cache.update_and_fetch(
-            mx.array(k.reshape(1, groups, 1, width)), mx.array(v.reshape(1, groups, 1, depth))
-        )
-        mx.eval(cache.keys, cache.values)
-        seen = _attended(q, cache, scale, np.empty((heads, depth), np.float32))
-        branch = output(mx.array(seen.reshape(1, 1, -1)))
-        mx.eval(branch)
-        total = row + stacks.rows_of(branch)
-        added = feed(mx.array(second(total).reshape(x.shape)))
-        mx.eval(added)
-        return mx.array((total + stacks.rows_of(added)).reshape(x.shape))
+            token.rotate(both, *angles(cache.offset))
+        cache.update_and_fetch(array(keys.reshape(key_shape)), v.reshape(value_shape))
+        evaluate(cache.keys, cache.values)
+        seen = _attended(token.attend, queries, cache, scale, empty((heads, depth), np.float32))
+        branch = output(array(seen.reshape(seen_shape)))
+        evaluate(branch)
+        total = before + row(branch).reshape(1, -1)
+        module, centre, eps = second
+        weight, out = module["weight"], empty(before.shape, np.float32)
+        norm(total, rows(weight.dtype, floats)(weight), centre, eps, out)
+        added = feed(array(out.reshape(shape)))
+        evaluate(added)
+        return array((total + row(added).reshape(1, -1)).reshape(shape))
 
     return run
 
 
-def _values(shape: tuple[int, ...], modules: list[nn.Module], row: np.ndarray) -> list[np.ndarray] | None:
-    """What modules make of a row; None where one is not float32."""
-    h = mx.array(row.reshape(shape))
-    made = [module(h) for module in modules]
-    if any(y.dtype != mx.float32 for y in made):
+def _never(x: mx.array) -> bool:
+    return False
+
+
+def _compiled() -> Any:
+    """The compiled steps, or None on a machine that cannot run them."""
+    if start.unavailable() is not None:
         return None
-    mx.eval(made)
-    return [stacks.rows_of(y) for y in made]
+    from mlx_experts.engine.kernels.cpu import token
+
+    return token
 
 
 def _angles(rope: Any) -> Callable[[int], tuple[np.ndarray, np.ndarray, bool]] | None:
@@ -142,20 +166,19 @@ def _angles(rope: Any) -> Callable[[int], tuple[np.ndarray, np.ndarray, bool]] |
     if rope is None:
         return None
     inverse, factor = 1.0 / np.array(rope.fixed.freqs).astype(np.float64), rope.fixed.factor
+    pairs = bool(rope.traditional)
 
     def at(position: int) -> tuple[np.ndarray, np.ndarray, bool]:
         turned = position * inverse
-        cos, sin = (f(turned) * factor for f in (np.cos, np.sin))
-        return cos.astype(np.float32), sin.astype(np.float32), bool(rope.traditional)
+        cos, sin = np.cos(turned) * factor, np.sin(turned) * factor
+        return cos.astype(np.float32), sin.astype(np.float32), pairs
 
     return at
 
 
-def _attended(q: np.ndarray, cache: KVCache, scale: np.float32, out: np.ndarray) -> np.ndarray:
+def _attended(attend: Any, q: np.ndarray, cache: KVCache, scale: np.float32, out: np.ndarray) -> np.ndarray:
     """Attention of ``q`` [h, d] to what the cache holds now."""
-    from mlx_experts.engine.kernels.cpu import token
-
-    keys, values = (np.ascontiguousarray(np.array(t, copy=False)[0]) for t in (cache.keys, cache.values))
+    keys, values = np.ascontiguousarray(cache.keys)[0], np.ascontiguousarray(cache.values)[0]
     large = q.size * cache.offset >= _PARALLEL_FROM
-    start.run(token.attend, large, q, keys, values, cache.offset, scale, out)
+    start.run(attend, large, q, keys, values, cache.offset, scale, out)
     return out
