@@ -24,7 +24,8 @@ def attention(fused: bool | None) -> Callable[..., mx.array]:
         fused: the argument of ``load``; None leaves the choice to the environment.
     """
     if current_device() != "cpu" or not policy.resolve("cpu", fused).enabled:
-        return scaled_dot_product_attention
+        usual: Callable[..., mx.array] = scaled_dot_product_attention
+        return usual
 
     def attend(
         q: mx.array, k: Any, v: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
@@ -35,9 +36,9 @@ def attention(fused: bool | None) -> Callable[..., mx.array]:
             found = _on_cpu(q, k, v, scale, mask, sinks)
         if found is not None:
             return found
-        if sinks is None:
-            return scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
-        return scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        more = {} if sinks is None else {"sinks": sinks}
+        made: mx.array = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask, **more)
+        return made
 
     return attend
 

@@ -245,7 +245,7 @@ class ExpertDispatch:
                 shared_request = expert_weights.shared_request(added, dtype=x.dtype, device=device)
                 request = replace(request, shared=shared_request)
             activations = policy.activations(self.activations) if device == "cpu" else "float32"
-            run = kernel.unavailable()
+            run: FusedRun | Decline | None = kernel.unavailable()
             if run is None and activations == "int8":
                 run = cpu_experts.prepare(experts, x.dtype, activations)
             elif run is None:

@@ -90,8 +90,8 @@ class _Layout:
             if all(plan.on_unit for plan in (self.gate, self.up, self.down)):
                 bad = self._on_unit(large, (*layer, stacks.tile_shapes(), *how), x, chosen, shares, out)
             else:
-                how = (stacks.dot_function().address, *how)
-                bad = start.run(driver.many_tokens, large, *layer, *how, x, chosen, shares, out)
+                dot = stacks.dot_function().address
+                bad = start.run(driver.many_tokens, large, *layer, dot, *how, x, chosen, shares, out)
         if bad >= 0:
             raise IndexError(f"expert {chosen.reshape(-1)[bad]} of {self.count}")
 

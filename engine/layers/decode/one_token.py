@@ -92,6 +92,7 @@ def one_token(
     # Arrays in float32 are read where they lie, without a call of Python's.
     rows, floats, only = {_FLOAT32: row}.get, stacks.float32, {_FLOAT32}
     token: Any = None
+    ready: Callable[[mx.array], bool] = _never
 
     def begin(x: mx.array) -> bool:
         nonlocal token, ready
@@ -99,7 +100,7 @@ def one_token(
         ready = stacks.evaluated if token is not None else _never
         return ready(x)
 
-    ready: Callable[[mx.array], bool] = begin
+    ready = begin
 
     def run(x: mx.array, state: Any, cache: Any) -> mx.array:
         shape = x.shape

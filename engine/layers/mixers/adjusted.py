@@ -162,7 +162,8 @@ def _as_array(t: Any, cache: Any) -> mx.array:
     """Keys or values as numbers, also of a cache that keeps them quantised."""
     if isinstance(t, mx.array):
         return t
-    return mx.dequantize(*t, group_size=cache.group_size, bits=cache.bits)
+    weight, scales, biases = t
+    return mx.dequantize(weight, scales, biases, group_size=cache.group_size, bits=cache.bits)
 
 
 def _as_mask(mask: Any, length: int, keys: int) -> mx.array | None:

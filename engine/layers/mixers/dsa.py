@@ -262,7 +262,8 @@ class SparseAttention(LatentAttention):
             return self._pick_pools(x, latent, keys, gates, state, offset, padding)
         scores = self.indexer.scores(x, latent, keys, state, offset)
         if spec.index_sinks or spec.index_recent:
-            scores = mx.where(self._always(*scores.shape[-2:], padding), mx.inf, scores)
+            length, total = scores.shape[-2:]
+            scores = mx.where(self._always(length, total, padding), mx.inf, scores)
         if mask is not None:
             scores = mx.where(mask, scores, -mx.inf)
         return best_of(scores, spec.index_topk), None
