@@ -21,7 +21,7 @@ from mlx_experts.engine.loading.prediction_drafts import PredictionDrafter
 from mlx_experts.engine.loading.prompt_caches import unbounded
 from mlx_experts.engine.loading.speculative import Account, Token, speculate, speculative_step
 from mlx_experts.engine.models.base import LanguageModel
-from mlx_experts.engine.models.model import LastPosition, Model
+from mlx_experts.engine.models.model import last_position
 from mlx_experts.registry.errors import SettingError
 
 _LOG = logging.getLogger("mlx_experts")
@@ -44,7 +44,7 @@ def generate(
         return "".join(part.text for part in stream_generate(model, tokenizer, prompt, **options))
     _check(model, [prompt], options)
     _say_unbounded(model, options)
-    text: str = _whole(_read(model), tokenizer, prompt, verbose, **options)
+    text: str = _whole(last_position(model), tokenizer, prompt, verbose, **options)
     return text
 
 
@@ -78,7 +78,7 @@ def stream_generate(
     _say_unbounded(model, options)
     if draft_model is None and not mtp:
         options.pop("num_draft_tokens", None)
-        return _stream(_read(model), tokenizer, prompt, max_tokens, **options)
+        return _stream(last_position(model), tokenizer, prompt, max_tokens, **options)
     ids = prompt_ids(tokenizer, prompt)
     for name in ("max_kv_size", "prompt_progress_callback"):
         # As in mlx-lm, a draft and the model read the prompt in their own ways.
@@ -197,7 +197,7 @@ def batch_generate(
     rows = [_encoded(tokenizer, p) if isinstance(p, str) else p for p in prompts]
     _check(model, rows, options)
     try:
-        return _batch(_read(model), tokenizer, rows, *arguments, **options)
+        return _batch(last_position(model), tokenizer, rows, *arguments, **options)
     except ValueError as error:
         if "support batching" not in str(error):
             raise
@@ -206,11 +206,6 @@ def batch_generate(
             found=str(error),
             hint="generate the answers one by one",
         ) from error
-
-
-def _read(model: nn.Module) -> Any:
-    """A model as a loop that reads the last position's logits wants it."""
-    return LastPosition(model) if isinstance(model, Model) else model
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

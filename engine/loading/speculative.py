@@ -32,6 +32,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_experts.engine.models.model import last_position
 from mlx_experts.registry.errors import SettingError
 
 # Rounds before drafting is judged, the first of which compiles; plain steps that it is judged by.
@@ -168,10 +169,10 @@ def prefill(
     call: Callable[[mx.array], Any] | None = None,
 ) -> list[Any]:
     """Read a prompt [L] but for its last token, ``step`` tokens at a time; what each call gave besides."""
-    found, rest = [], prompt
+    found, rest, reading = [], prompt, last_position(model)
     while rest.size > 1:
         count = min(step, rest.size - 1)
-        given = model(rest[:count][None], cache=cache) if call is None else call(rest[:count])
+        given = reading(rest[:count][None], cache=cache) if call is None else call(rest[:count])
         quantize(cache)
         mx.eval([each.state for each in cache])
         if call is not None:

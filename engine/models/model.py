@@ -85,6 +85,11 @@ class LastPosition:
         return getattr(self._model, name)
 
 
+def last_position(model: nn.Module) -> Any:
+    """A model as a loop wants it that reads the last position's logits."""
+    return LastPosition(model) if isinstance(model, Model) else model
+
+
 class Model(LanguageModel, VersionedModule):
     """A language model built from a plan, with the interface of mlx-lm's models.
 

@@ -5,6 +5,8 @@ Imported before numba is: a machine without it learns here why the CPU kernels a
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -75,8 +77,24 @@ def _not_started(error: Exception, hint: str) -> Decline:
     return Decline("numba", "numba that starts", str(error).splitlines()[0].rstrip("."), hint)
 
 
+# Whether this process is a copy of one that had numba's threads: they are not in it, and OpenMP ends a
+# process that asks for them.
+_forked = False
+
+
+def _in_child() -> None:
+    """What a fork leaves behind: a lock that may be held by a thread that is not here, and no threads."""
+    global LOCK, _forked
+    LOCK, _forked = threading.Lock(), _numba.cache_info().currsize > 0
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_in_child)
+
+
 def run(forms: Forms, large: bool, *arguments: Any) -> Any:
-    """Run one computation, on all threads where it is large."""
+    """Run one computation, on all threads where it is large and they are there."""
+    large = large and not _forked
     with LOCK:
         if large:
             # numba keeps the number for each of the threads that call.

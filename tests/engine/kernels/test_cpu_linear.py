@@ -1,8 +1,10 @@
 """The CPU's kernel for linear layers against the float32 truth: formats, dtypes, rows and odd sizes."""
 
+import os
 import subprocess
 import sys
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -157,6 +159,31 @@ def test_two_threads_at_once_get_right_products(monkeypatch):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no forks")
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_forked_process_gets_right_products(monkeypatch, rows):
+    """OpenMP's threads are not in it: asking for them would end the process."""
+    monkeypatch.setattr(start, "PARALLEL_FROM", 0)
+    run = linear.prepare(expert_weights.read_dense(layer(("affine", 4, 64), 300, 256, mx.float32)))
+    row, wanted = np.array(inputs_of(rows, 256, mx.float32)), np.empty((rows, 300), np.float32)
+    run.fill(row, wanted)
+    with start.LOCK:  # held by a thread that the child does not have
+        child = os.fork()
+        if child == 0:
+            out = np.full((rows, 300), np.nan, np.float32)
+            try:
+                run.fill(row, out)
+            finally:
+                os._exit(0 if np.array_equal(out, wanted) else 1)
+    until = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+        time.sleep(0.02)
+    if ended[0] == 0:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 def test_weights_changed_in_place_are_noticed():
