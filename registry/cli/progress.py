@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -35,6 +36,18 @@ def shard_progress(quiet: bool = False) -> Iterator[Callable[[int, int, str], No
             bar.update(task, completed=done, total=total, description=file)
 
         yield update
+
+
+def tell_of_compiling(quiet: bool = False) -> None:
+    """Say on standard error that the CPU's kernels are compiled: a machine's first token waits for it."""
+    logger = logging.getLogger("mlx_experts.kernels")
+    if quiet or logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def track(items: Iterable[T], description: str, total: int, quiet: bool = False) -> Iterator[T]:

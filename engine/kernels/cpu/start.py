@@ -5,6 +5,7 @@ Imported before numba is: a machine without it learns here why the CPU kernels a
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from mlx_experts.engine.kernels.cpu.numba_forms import Forms
+
+LOG = logging.getLogger("mlx_experts.kernels")
 
 # One parallel region at a time: numba's portable thread pool aborts the process on concurrent use.
 LOCK = threading.Lock()
@@ -61,6 +64,7 @@ def _numba() -> ModuleType | Decline:
         )
     from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 
+    _tell_of_compiling()
     try:
         with _STARTING:
             cpu_driver.start_threads()
@@ -70,6 +74,25 @@ def _numba() -> ModuleType | Decline:
             "Unset NUMBA_THREADING_LAYER and NUMBA_THREADING_LAYER_PRIORITY, or name a layer that is here.",
         )
     return cpu_driver
+
+
+def _tell_of_compiling() -> None:
+    """Log once in this process that numba compiles: the first token of a machine waits for it."""
+    from numba.core import event
+
+    class Teller(event.Listener):  # type: ignore[misc]
+        told = False
+
+        def on_start(self, event: Any) -> None:
+            ours = str(event.data["dispatcher"].py_func.__module__).startswith(__package__)
+            if ours and not self.told:
+                self.told = True
+                LOG.info("compiling the CPU's kernels: some seconds, once on this machine")
+
+        def on_end(self, event: Any) -> None:
+            """Nothing: what follows is the first token."""
+
+    event.register("numba:compile", Teller())
 
 
 def _not_started(error: Exception, hint: str) -> Decline:

@@ -74,10 +74,11 @@ def generate(
     from mlx_experts import load, stream_generate
     from mlx_experts import trace as counts
     from mlx_experts.engine.dispatch.trace import memory_line
-    from mlx_experts.registry.cli.progress import shard_progress
+    from mlx_experts.registry.cli.progress import shard_progress, tell_of_compiling
 
     if seed is not None:
         mx.random.seed(seed)
+    tell_of_compiling(quiet=json)
     with shard_progress(quiet=json) as progress:
         loaded, tokenizer = load(
             model,

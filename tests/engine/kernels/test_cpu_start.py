@@ -6,6 +6,7 @@ numba reads its variables once, so every case is a process of its own.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
 
+import numba
 import pytest
 
 from mlx_experts.engine.kernels.cpu import driver as cpu_driver
@@ -136,3 +138,22 @@ def test_threads_that_meet_at_the_first_call_start_numba_one_by_one(monkeypatch:
     assert found == [None] * 4
     assert max(most) == 1
     assert dict(os.environ) == before
+
+
+def test_compiling_is_told_once_and_only_of_our_own(caplog: pytest.LogCaptureFixture) -> None:
+    def one(x: int) -> int:
+        return x + 1
+
+    def two(x: int) -> int:
+        return x + 2
+
+    cpu._tell_of_compiling()
+    with caplog.at_level(logging.INFO, logger="mlx_experts.kernels"):
+        numba.njit(one)(1)
+        assert not caplog.records
+        for function in (one, two):
+            function.__module__ = "mlx_experts.engine.kernels.cpu.trial"
+            numba.njit(function)(1.0)
+    # One from this teller, and at most one from that which the process has already.
+    assert 1 <= len(caplog.records) <= 2
+    assert "compiling" in caplog.records[0].message
