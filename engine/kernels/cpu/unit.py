@@ -12,11 +12,13 @@ from numba import njit, prange
 from mlx_experts.engine.kernels.cpu.amx import ROWS as HEIGHT
 from mlx_experts.engine.kernels.cpu.amx import TOKENS
 from mlx_experts.engine.kernels.cpu.driver import (
+    BIAS,
     BIASES,
     INPUT,
     ROW_BYTES,
     ROWS,
     SCALE_BYTES,
+    SCALE_OF_ALL,
     SCALES,
     SCRATCH,
     SPLIT,
@@ -24,9 +26,15 @@ from mlx_experts.engine.kernels.cpu.driver import (
     SUMMED,
     UNIT,
     WEIGHT,
-    _completed,
+    _factor,
 )
-from mlx_experts.engine.kernels.cpu.numba_forms import both_forms, call_activation, call_split, call_unit
+from mlx_experts.engine.kernels.cpu.numba_forms import (
+    both_forms,
+    call_activation,
+    call_split,
+    call_unit,
+    read,
+)
 
 CACHE = 1 << 20  # bytes of inputs that are kept near a core
 
@@ -78,6 +86,24 @@ def _on_unit(  # type: ignore[no-untyped-def]
     )
 
 
+@njit(error_model="numpy", nogil=True)
+def _complete(stack, expert, first, values):  # type: ignore[no-untyped-def]
+    """Products of one matrix with the factor and the biases that it has, from row ``first`` on, in place."""
+    if stack[SCALE_OF_ALL] != 0:
+        for i in range(values.size):
+            values[i] *= _factor(stack, expert)
+    if stack[BIAS] != 0:
+        at = expert * stack[ROWS] + first
+        for i in range(values.size):
+            values[i] += read(stack[BIAS], at + i)
+
+
+@njit(error_model="numpy", nogil=True)
+def _add_share(share, values, out):  # type: ignore[no-untyped-def]
+    for i in range(values.size):
+        out[i] += share * values[i]
+
+
 def _linear_on_unit(stack, configs, parts, x, out):  # type: ignore[no-untyped-def]
     """Fill ``out`` [R, N] with the products of one matrix with the rows of ``x`` [R, M]."""
     count, rows = x.shape[0], stack[ROWS]
@@ -106,8 +132,8 @@ def _linear_on_unit(stack, configs, parts, x, out):  # type: ignore[no-untyped-d
                     stack, configs, 0, first, height, room, place, sums[row:], some, tokens, scratch, made
                 )
                 for r in range(min(some * tokens, count - row)):
-                    for i in range(height):
-                        out[row + r, first + i] = _completed(stack, 0, first + i, made[r, i])
+                    _complete(stack, 0, first, made[r, :height])
+                    out[row + r, first : first + height] = made[r, :height]
 
 
 def _experts_on_unit(  # type: ignore[no-untyped-def]
@@ -201,10 +227,12 @@ def _experts_on_unit(  # type: ignore[no-untyped-def]
                         g,
                     )
                 for r in range(number):
+                    _complete(up, e, first, u[r, :count])
+                    if gated:
+                        _complete(gate, e, first, g[r, :count])
                     for i in range(count):
-                        value = _completed(up, e, first + i, u[r, i])
-                        other = _completed(gate, e, first + i, g[r, i]) if gated else value
-                        hidden[begin + r, first + i] = call_activation(act, other, value, alpha, limit)
+                        other = g[r, i] if gated else u[r, i]
+                        hidden[begin + r, first + i] = call_activation(act, other, u[r, i], alpha, limit)
 
     room_down = _bytes(total * each_down)
     sums_down = np.empty((total, down[SUMMED]), np.float32)
@@ -243,8 +271,8 @@ def _experts_on_unit(  # type: ignore[no-untyped-def]
                 for r in range(number):
                     pair = order[begin + r]
                     token, share = pair // top_k, weights[pair // top_k, pair % top_k]
-                    for i in range(count):
-                        out[token, first + i] += share * _completed(down, e, first + i, y[r, i])
+                    _complete(down, e, first, y[r, :count])
+                    _add_share(share, y[r, :count], out[token, first : first + count])
     return -1
 
 

@@ -408,8 +408,8 @@ UNIT = {
     "an expert's rows": ("order[padded[e] + filled[e]] = pair", "order[pair] = pair"),
     "parts of hidden values": ("_split(down, hidden[row]", "_split(down, hidden[0]"),
     "gate": (
-        "other = _completed(gate, e, first + i, g[r, i])",
-        "other = _completed(gate, e, first + i, u[r, i])",
+        "other = g[r, i] if",
+        "other = u[r, i] if",
     ),
 }
 
