@@ -14,7 +14,7 @@ from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.kernels.cpu import stacks, start
 
 _PARALLEL_FROM = 1 << 18  # products from which on all threads share the work
-_NO_MASK, _NO_SINKS = np.empty((0, 0, 0), np.bool_), np.empty(0, np.float32)
+_NO_MASK, _NO_SINKS = np.empty((0, 0), np.bool_), np.empty(0, np.float32)
 
 
 def attention(fused: bool | None) -> Callable[..., mx.array]:
@@ -62,21 +62,19 @@ def _on_cpu(
         return None
     from mlx_experts.engine.kernels.cpu.attention import attend_many
 
-    arrays = [np.array(t, copy=False) for t in wide]
-    (batch, heads, length, width), depth = q.shape, v.shape[3]
+    (batch, heads, length, width), (_, groups, seen, depth) = q.shape, v.shape
     out = stacks.fresh((batch, length, heads, depth))
-    hidden = np.array(mask, copy=False).reshape(-1, *shape) if hides else _NO_MASK
-    before = k.shape[2] - length if causal else -1
     start.run(
         attend_many,
-        batch * heads * length * k.shape[2] * width >= _PARALLEL_FROM,
+        batch * heads * length * seen * width >= _PARALLEL_FROM,
         stacks.dot_function().address,
-        *(np.ascontiguousarray(t) for t in arrays[:3]),
+        (batch, heads, groups, length, seen),
+        *map(stacks.rows_of, wide[:3]),
         np.float32(scale),
-        before,
-        np.ascontiguousarray(hidden),
-        arrays[3].reshape(-1) if sinks is not None else _NO_SINKS,
-        out,
+        seen - length if causal else -1,
+        stacks.rows_of(mask) if hides else _NO_MASK,
+        np.array(wide[3], copy=False).reshape(-1) if sinks is not None else _NO_SINKS,
+        out.reshape(-1, depth),
     )
     return mx.array(out).swapaxes(1, 2).astype(q.dtype)
 

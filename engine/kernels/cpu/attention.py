@@ -66,7 +66,8 @@ def _softmax(logits, seen, sink):  # type: ignore[no-untyped-def]
     factor = np.float32(1) / total
     for s in range(seen):
         logits[s] *= factor
-    logits[seen:] = 0
+    for s in range(seen, logits.size):
+        logits[s] = 0
 
 
 @njit(error_model="numpy", nogil=True)
@@ -89,31 +90,45 @@ def _dots(dot, rows, number, inputs, outputs):  # type: ignore[no-untyped-def]
         )
 
 
-def _attend_many(dot, q, keys, values, scale, before, mask, sinks, out):  # type: ignore[no-untyped-def]
-    """Fill ``out`` [B, L, h, e] from ``q`` [B, h, L, d], ``keys`` [B, g, S, d] and ``values`` [B, g, S, e].
+@njit(error_model="numpy", nogil=True)
+def _turn(values, first, count, turned):  # type: ignore[no-untyped-def]
+    """``count`` rows of ``values`` from ``first`` on as the columns of ``turned`` [e, P], zeros behind."""
+    for begin in range(0, count, 16):
+        end = min(begin + 16, count)
+        for i in range(turned.shape[0]):
+            for s in range(begin, end):
+                turned[i, s] = values[first + s, i]
+    for i in range(turned.shape[0]):
+        for s in range(count, turned.shape[1]):
+            turned[i, s] = 0
 
-    ``before`` keys are seen by the first query and one more by each next one; all by each where it is
-    negative. ``mask`` [B, L, S] (or [1, L, S], or empty) hides more. ``sinks`` [h] may be empty.
+
+@njit(error_model="numpy", nogil=True)
+def _padded(rows, first, count, scale, made):  # type: ignore[no-untyped-def]
+    """``count`` rows from ``first`` on, times ``scale``, in ``made`` with zeros behind each."""
+    for r in range(count):
+        for i in range(rows.shape[1]):
+            made[r, i] = rows[first + r, i] * scale
+        for i in range(rows.shape[1], made.shape[1]):
+            made[r, i] = 0
+
+
+def _attend_many(dot, sizes, q, keys, values, scale, before, mask, sinks, out):  # type: ignore[no-untyped-def]
+    """Fill ``out`` [B L h, e] from ``q`` [B h L, d], ``keys`` [B g S, d] and ``values`` [B g S, e].
+
+    ``sizes`` are B, h, g, L and S. ``before`` keys are seen by the first query and one more by each next one;
+    all by each where it is negative. ``mask`` [B L, S] (or [L, S], or empty) hides more. ``sinks`` [h] may be
+    empty. Rows of rows, and no slices that are written to: numba compiles those for seconds.
     """
-    batch, heads, length, width = q.shape
-    groups, seen, depth = keys.shape[1], keys.shape[2], values.shape[3]
-    share = heads // groups
-    wide = (width + PADDING - 1) // PADDING * PADDING
+    batch, heads, groups, length, seen = sizes
+    share, depth = heads // groups, values.shape[1]
+    wide = (q.shape[1] + PADDING - 1) // PADDING * PADDING
     long = (seen + PADDING - 1) // PADDING * PADDING
-    by_key = _room(batch * groups * seen, wide).reshape(batch, groups, seen, wide)
-    by_value = _room(batch * groups * depth, long).reshape(batch, groups, depth, long)
+    by_key, by_value = _room(batch * groups * seen, wide), _room(batch * groups * depth, long)
     for pair in prange(batch * groups):
-        b, g = pair // groups, pair % groups
-        for s in range(seen):
-            by_key[b, g, s, :width] = keys[b, g, s]
-            by_key[b, g, s, width:] = 0
-        for first in range(0, seen, 16):
-            last = min(first + 16, seen)
-            for i in range(depth):
-                for s in range(first, last):
-                    by_value[b, g, i, s] = values[b, g, s, i]
-        for i in range(depth):
-            by_value[b, g, i, seen:] = 0
+        some = by_key[pair * seen : (pair + 1) * seen]
+        _padded(keys, pair * seen, seen, np.float32(1), some)
+        _turn(values, pair * seen, seen, by_value[pair * depth : (pair + 1) * depth])
 
     blocks = (length + QUERIES - 1) // QUERIES
     for task in prange(batch * heads * blocks):
@@ -122,24 +137,25 @@ def _attend_many(dot, q, keys, values, scale, before, mask, sinks, out):  # type
         first = block * QUERIES
         count = min(QUERIES, length - first)
         ours, logits, found = _room(count, wide), _room(count, long), _room(count, depth)
-        for r in range(count):
-            for i in range(width):
-                ours[r, i] = q[b, head, first + r, i] * scale
-            ours[r, width:] = 0
+        _padded(q, (b * heads + head) * length + first, count, scale, ours)
         reach = seen if before < 0 else min(seen, before + first + count)
+        pair = b * groups + head // share
         to_logits = _addresses(logits)
-        _dots(dot, by_key[b, head // share], reach, _addresses(ours), to_logits)
+        _dots(dot, by_key[pair * seen : (pair + 1) * seen], reach, _addresses(ours), to_logits)
         sink = sinks[head] if sinks.size else HIDDEN
         for r in range(count):
             limit = reach if before < 0 else min(seen, before + first + r + 1)
             if mask.size:
-                row = mask[b % mask.shape[0], first + r]
+                row = (b * length + first + r) % mask.shape[0]
                 for s in range(limit):
-                    logits[r, s] = logits[r, s] if row[s] else HIDDEN
+                    if not mask[row, s]:
+                        logits[r, s] = HIDDEN
             _softmax(logits[r], limit, sink)
-        _dots(dot, by_value[b, head // share], depth, to_logits, _addresses(found))
+        _dots(dot, by_value[pair * depth : (pair + 1) * depth], depth, to_logits, _addresses(found))
         for r in range(count):
-            out[b, first + r, head] = found[r]
+            target = (b * length + first + r) * heads + head
+            for i in range(depth):
+                out[target, i] = found[r, i]
 
 
 attend_many = both_forms(_attend_many)

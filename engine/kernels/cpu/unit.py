@@ -133,7 +133,8 @@ def _linear_on_unit(stack, configs, parts, x, out):  # type: ignore[no-untyped-d
                 )
                 for r in range(min(some * tokens, count - row)):
                     _complete(stack, 0, first, made[r, :height])
-                    out[row + r, first : first + height] = made[r, :height]
+                    for i in range(height):
+                        out[row + r, first + i] = made[r, i]
 
 
 def _experts_on_unit(  # type: ignore[no-untyped-def]
@@ -174,7 +175,8 @@ def _experts_on_unit(  # type: ignore[no-untyped-def]
             order[padded[e] + filled[e]] = pair
             filled[e] += 1
     for e in range(num_experts):
-        expert_of[padded[e] : padded[e + 1]] = e
+        for row in range(padded[e], padded[e + 1]):
+            expert_of[row] = e
 
     each_up, each_gate, each_down = up[INPUT], gate[INPUT], down[INPUT]
     shared = not gated or up[SPLIT] == gate[SPLIT]
