@@ -118,7 +118,7 @@ def main() -> int:
     for name, says in new.items():
         print(f"not listed: {name}\n    {says}")
     whole = not asked.files and not asked.expression
-    gone = [name for name in known if name not in found] if whole else []
+    gone = [name for name in known if name not in found and (whole or name in both)]
     for name in gone:
         print(f"listed, and no longer different: {name}")
     return 2 if new or gone else 0

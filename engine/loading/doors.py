@@ -37,7 +37,7 @@ from mlx_experts.registry.errors import QuantizationError, SettingError, Unknown
 _ORIGINALS = {name: getattr(utils, name) for name in ("load", "load_model", "sharded_load", "save_model")}
 _ORIGINALS["make_prompt_cache"] = make_prompt_cache
 _ORIGINALS["speculative_generate_step"] = speculative_generate_step
-_FILL = nn.Module.load_weights
+_FILL, _UPDATE = nn.Module.load_weights, nn.Module.update
 # Keys of mlx-lm's ``model_config`` that ask for another engine than the checkpoint's.
 _ACTIVATIONS = "quantize_activations"
 
@@ -243,12 +243,12 @@ def open_doors(doors: Doors) -> Iterator[None]:
     """Put this package's functions in the place of mlx-lm's, wherever they are known by name."""
     ours = {name: getattr(doors, name) for name in _ORIGINALS}
     pairs = [(_ORIGINALS[name], ours[name]) for name in _ORIGINALS]
-    nn.Module.load_weights = _guarded
+    nn.Module.load_weights, nn.Module.update = _guarded, _guarded_update
     replace(pairs)
     try:
         yield
     finally:
-        nn.Module.load_weights = _FILL
+        nn.Module.load_weights, nn.Module.update = _FILL, _UPDATE
         replace([(mine, theirs) for theirs, mine in pairs])
 
 
@@ -269,14 +269,24 @@ def _guarded(self: nn.Module, file_or_weights: Any, strict: bool = True) -> nn.M
     Raises:
         SettingError: it would.
     """
-    if not isinstance(self, LanguageModel) and _has_experts(self):
+    _refuse_other_engine(self)
+    return _FILL(self, file_or_weights, strict)
+
+
+def _guarded_update(self: nn.Module, parameters: dict[str, Any], strict: bool = True) -> nn.Module:
+    """``nn.Module.update`` that fills no model of mlx-lm's with experts, as :func:`_guarded`."""
+    _refuse_other_engine(self)
+    return _UPDATE(self, parameters, strict)
+
+
+def _refuse_other_engine(model: nn.Module) -> None:
+    if not isinstance(model, LanguageModel) and _has_experts(model):
         raise SettingError(
             "a tool fills a model with experts in mlx-lm's own engine",
-            where=f"{type(self).__module__}.{type(self).__qualname__}",
+            where=f"{type(model).__module__}.{type(model).__qualname__}",
             expected="a model from mlx_lm.load, load_model or sharded_load, which this package answers",
             hint="run mlx-lm's command itself if its engine is what you want",
         )
-    return _FILL(self, file_or_weights, strict)
 
 
 def _has_experts(model: nn.Module) -> bool:

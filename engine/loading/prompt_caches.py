@@ -9,6 +9,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_experts.engine.models.base import LanguageModel
+from mlx_experts.registry.errors import SettingError
+
+# Tokens at the start that ``mlx_lm.models.cache.make_prompt_cache`` keeps where it bounds caches.
+KEPT = 4
 
 
 def unbounded(model: nn.Module, max_kv_size: int | None) -> str | None:
@@ -16,7 +20,17 @@ def unbounded(model: nn.Module, max_kv_size: int | None) -> str | None:
 
     mlx-lm bounds the caches of a model whose layers all keep plain keys and values. Where some keep a
     window, a state or several caches, the model makes them itself, there as here.
+
+    Raises:
+        SettingError: the bound leaves no place beside the tokens that are always kept.
     """
+    if max_kv_size is not None and max_kv_size <= KEPT:
+        raise SettingError(
+            "a prompt cache of this size holds nothing beside the first tokens, which are always kept",
+            where="max_kv_size",
+            expected=f"more than {KEPT}",
+            found=str(max_kv_size),
+        )
     if max_kv_size is None or not isinstance(model, LanguageModel):
         return None
     made = make_prompt_cache(model, max_kv_size)

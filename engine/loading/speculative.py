@@ -35,7 +35,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_experts.engine.models.model import last_position
 from mlx_experts.registry.errors import SettingError
 
-# Rounds before drafting is judged, the first of which compiles; plain steps that it is judged by.
+# Rounds before drafting is judged, and plain steps that it is judged by.
 ROUNDS, STEPS = 5, 4
 # Tokens after which it is judged again: what is easy to guess changes with the text.
 AGAIN = 64
@@ -90,9 +90,9 @@ class Account:
 
     def loses(self) -> bool:
         """Whether a token takes longer with drafts than without, as far as it was measured."""
-        rounds = self.rounds[1:] if len(self.rounds) > 1 else self.rounds
-        with_drafts = sum(seconds for seconds, _ in rounds) / sum(count for _, count in rounds)
-        without = sorted(self.steps)[len(self.steps) // 2]
+        # The shortest of each: the first ones compile, and a machine that is busy only makes them longer.
+        seconds, count = min(each for each, _ in self.rounds), sum(made for _, made in self.rounds)
+        with_drafts, without = seconds * len(self.rounds) / count, min(self.steps)
         if with_drafts <= without:
             return False
         self.stopped = (
@@ -230,8 +230,15 @@ def speculate(
         A token, its log-probabilities [V], and whether it was drafted.
 
     Raises:
-        SettingError: a cache of the drafter cannot go back.
+        SettingError: a cache of the drafter cannot go back, or the number of guesses is below 0.
     """
+    if num_draft_tokens < 0:
+        raise SettingError(
+            "a round has no such number of guesses",
+            where="num_draft_tokens",
+            expected="0 or more",
+            found=str(num_draft_tokens),
+        )
     account = account if account is not None else Account()
     keeps, cache = cache is not None, make_prompt_cache(model) if cache is None else cache
     choose = _Choice(sampler or greedy_sampler, list(logits_processors or ()))

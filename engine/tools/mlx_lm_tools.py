@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,10 @@ _MODELS = ("--model", "--draft-model")
 _RUN_NO_MODEL = frozenset({"convert", "fuse"})
 # They run a model layer by layer.
 _CALL_LAYERS = frozenset({"awq"})
+_THEIRS, _OURS = Path(mlx_lm.__path__[0]), Path(__file__).parent.parent
+_GIVEN = (ValueError, RuntimeError, OSError, ImportError)
+# What argparse leaves with where the command line is wrong.
+_MISTAKE = 2
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,21 @@ def run_tool(
         if tool.name == _SERVER:
             doors.ready = lambda model: warm_up(model, say)
             _look_at_models(doors, arguments)
+            if mx.distributed.init().rank() == 0:
+                _look_at_address(arguments)
         say(f"mlx_lm.{tool.name} {version('mlx-lm')} runs on the engine of mlx-experts")
         try:
             module.main()
+        except SystemExit as leave:
+            # What argparse leaves with means here that a check has failed.
+            if leave.code == _MISTAKE:
+                raise SystemExit(1) from leave
+            raise
         except RegistryError:
             raise
         except Exception as error:
+            if _is_ours(error):
+                raise
             raise _stopped(tool, error) from error
         finally:
             fused, gathered = trace.total("fused"), trace.total("gather")
@@ -149,22 +163,71 @@ def _argv(tool: Tool, arguments: Sequence[str]) -> Iterator[None]:
         sys.argv = before
 
 
+def _stated(arguments: Sequence[str], key: str) -> list[str]:
+    """The values of an option."""
+    pairs = zip(arguments, [*arguments[1:], None], strict=True)
+    apart = [value for each, value in pairs if each == key and value is not None]
+    return apart + [each.partition("=")[2] for each in arguments if each.startswith(f"{key}=")]
+
+
 def _look_at_models(doors: Doors, arguments: Sequence[str]) -> None:
     """Refuse, before anything starts, models that could not be loaded.
 
     Raises:
         RegistryError: what is wrong with one.
     """
-    for i, argument in enumerate(arguments):
-        key, equals, value = argument.partition("=")
-        if key in _MODELS and (equals or i + 1 < len(arguments)):
-            doors.is_dense(resolve_path(value if equals else arguments[i + 1]), quiet=True)
+    for key in _MODELS:
+        for model in _stated(arguments, key):
+            doors.is_dense(resolve_path(model), quiet=True)
+
+
+def _look_at_address(arguments: Sequence[str]) -> None:
+    """Refuse an address where nobody can listen, before a thread loads the model and goes on without it.
+
+    Raises:
+        SettingError: the system's reason.
+    """
+    host = (_stated(arguments, "--host") or ["127.0.0.1"])[-1]
+    port = (_stated(arguments, "--port") or ["8080"])[-1]
+    try:
+        number = int(port)
+    except ValueError:
+        # The command's own parser says so.
+        return
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as place:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            place.bind((address, number))
+    except (OSError, OverflowError) as error:
+        raise SettingError(
+            "the server cannot listen at this address",
+            where=f"{host}:{port}",
+            found=str(error),
+            hint="choose another --host or --port",
+        ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it, which is a bug, and not the command.
+
+    MLX says with the kinds of ``_GIVEN`` that it was given something wrong, which may be the command's own.
+    """
+    if isinstance(error, _GIVEN):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    parts = [f for f in frames if _within(f, _THEIRS) or _within(f, _OURS)]
+    return bool(parts) and _within(parts[-1], _OURS) and not _within(parts[-1], Path(__file__))
+
+
+def _within(frame: traceback.FrameSummary, folder: Path) -> bool:
+    return Path(frame.filename).is_relative_to(folder)
 
 
 def _stopped(tool: Tool, error: BaseException) -> SettingError:
     """What a command raised, with the line of its own that did."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{Path('mlx_lm')}" in frame.filename] or frames
+    own = [frame for frame in frames if _within(frame, _THEIRS)] or frames
     return SettingError(
         f"mlx_lm.{tool.name} stopped",
         where=f"{own[-1].filename}:{own[-1].lineno}",

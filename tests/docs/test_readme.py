@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_experts.engine.tools.mlx_lm_tools import run_tool
 from mlx_experts.registry.cli import VERBS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -95,3 +96,31 @@ def test_the_architecture_page_has_every_room() -> None:
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.report("T9")
+def test_the_lines_on_mlx_lm_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the demo in the place of a repository; mlx_lm.generate is a function that hides a module."""
+    page = (ROOT / "docs" / "mlx-lm.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert blocks
+    for block in blocks:
+        text = re.sub(r'"mlx-community/[^"]*"', repr(str(ROOT / "api" / "demo")), block)
+        assert text != block
+        exec(compile(text, "docs/mlx-lm.md", "exec"), {})
+    assert "4 MoE blocks replaced" in capsys.readouterr().out
+
+
+def test_the_tools_of_mlx_lm_that_are_shown_take_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "mlx-lm.md").read_text(encoding="utf-8")
+    lines = [
+        line for line in page.splitlines() if re.search(r"mlx.experts[. ]run \w", line) and "`" not in line
+    ]
+    assert len(lines) >= 3
+    for line in lines:
+        tool, *arguments = re.split(r"mlx.experts[. ]run ", line)[1].split()
+        with pytest.raises(SystemExit) as caught:
+            run_tool(tool, ["--help"], tell=lambda text: None)
+        assert caught.value.code == 0
+        known = capsys.readouterr().out
+        assert [each for each in arguments if each.startswith("--") and each not in known] == []

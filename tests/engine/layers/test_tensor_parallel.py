@@ -126,6 +126,7 @@ def test_two_ranks_give_the_logits_of_one(name: str, spread: dict[str, dict[str,
     assert spread[name]["kept"] < 0.85
 
 
+@pytest.mark.report("T4")
 @pytest.mark.parametrize("name", PIPED)
 def test_two_ranks_of_a_pipeline_give_the_logits_of_one(
     name: str, spread: dict[str, dict[str, float]]
@@ -133,6 +134,7 @@ def test_two_ranks_of_a_pipeline_give_the_logits_of_one(
     assert spread[f"{name}|pipeline"]["error"] < 1e-5
 
 
+@pytest.mark.report("T3", "T4")
 @pytest.mark.parametrize("way", ["tensor", "pipeline"])
 def test_two_ranks_generate_the_tokens_of_one_process(way: str, spread: dict[str, Any]) -> None:
     """Loaded by what stands in the place of mlx-lm's ``sharded_load``."""

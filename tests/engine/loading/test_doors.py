@@ -14,10 +14,13 @@ from dense_checkpoint import DEMO, write_dense
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 
-from mlx_experts import load
+from mlx_experts import load, save_model
 from mlx_experts.engine.loading.doors import Doors, open_doors, quantize_inputs
 from mlx_experts.engine.models.base import LanguageModel
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import QuantizationError, SettingError, UnknownFamilyError
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 
 @pytest.fixture
@@ -54,6 +57,7 @@ def test_modules_that_are_imported_meanwhile_are_given_back_too(doors: Doors) ->
     assert module.load is utils.load
 
 
+@pytest.mark.report("T3")
 def test_every_door_opens_on_our_model(doors: Doors) -> None:
     with open_doors(doors):
         model, tokenizer, config = utils.load(str(DEMO), {"trust_remote_code": True}, return_config=True)
@@ -120,8 +124,22 @@ def test_mlx_lms_own_engine_is_not_filled_with_experts(doors: Doors) -> None:
         args = module.ModelArgs(model_type="dbrx", vocab_size=8, ffn_config=ffn, **small)
         with pytest.raises(SettingError, match="mlx-lm's own engine"):
             module.Model(args).load_weights([], strict=False)
+        with pytest.raises(SettingError, match="mlx-lm's own engine"):
+            module.Model(args).update({})
     model, _ = kept(DEMO)
     assert type(model).__module__ == "mlx_lm.models.qwen3_moe"
+
+
+def test_a_family_on_mlx_lms_own_model_is_loaded_through_the_doors(doors: Doors, tmp_path: Path) -> None:
+    """Its inner model is one of mlx-lm's with experts, and is filled by this package."""
+    family = catalog().load("kimi_k3")
+    config = tiny_config(family)
+    model = build_tiny(family, config)
+    save_model(tmp_path, model, config)
+    ids = mx.array([[3, 1, 2]])
+    with open_doors(doors):
+        loaded, _ = utils.load_model(tmp_path)
+    assert mx.abs(loaded(ids) - model(ids)).max().item() < 1e-5
 
 
 def test_code_and_foreign_classes_are_refused(doors: Doors) -> None:

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import pytest
+from dense_checkpoint import DEMO
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model as load_in_mlx_lm
 from representatives import mixers, one_of_each
 
+import mlx_experts
 from mlx_experts import load_model
 from mlx_experts.engine.loading import generate as generation
 from mlx_experts.engine.loading.doors import Doors, open_doors
 from mlx_experts.engine.loading.prompt_caches import unbounded
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.registry.errors import SettingError
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 CASES = Path(__file__).parent.parent.parent / "cases"
@@ -58,6 +62,7 @@ def test_a_bound_that_is_not_reached_changes_nothing_and_one_that_is_holds(name:
 
 
 @pytest.mark.parametrize("name", one_of_each(mixers, FAMILIES))
+@pytest.mark.report("T1")
 def test_where_mlx_lm_bounds_the_caches_these_are_bounded_too(name: str) -> None:
     """And in the families that mlx-lm lacks, wherever all caches are plain."""
     family = catalog().load(name)
@@ -100,3 +105,12 @@ def test_a_hybrid_model_says_what_its_caches_keep(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="mlx_experts"):
         generation.stream_generate(model, None, [1, 2, 3], max_tokens=1, max_kv_size=16)
     assert [record.getMessage() for record in caplog.records] == [reason]
+
+
+@pytest.mark.parametrize("size", [4, 0, -3])
+def test_a_bound_that_leaves_no_place_is_refused_through_every_door(size: int) -> None:
+    model, tokenizer = mlx_experts.load(DEMO)
+    with pytest.raises(SettingError, match="holds nothing beside"):
+        mlx_experts.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=2, max_kv_size=size)
+    with open_doors(Doors(tell=lambda text: None)), pytest.raises(SettingError, match="holds nothing beside"):
+        list(mlx_lm.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=2, max_kv_size=size))

@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_experts import generate, load, stream_generate
+from mlx_experts import batch_generate, generate, load, stream_generate, trace
 from mlx_experts.engine.loading.doors import Doors, open_doors
 from mlx_experts.engine.loading.speculative import Account, DraftModel, speculate, speculative_step
 from mlx_experts.engine.models.known_families import catalog
@@ -126,6 +126,46 @@ def test_drafting_that_loses_ends_and_the_text_goes_on() -> None:
     assert [token for token, _, _ in steps] == plain(model, prompt, 40, logits_processors=processors)
 
 
+@pytest.mark.report("T7")
+def test_a_model_that_drafts_for_itself_is_checked_in_fused_rows() -> None:
+    """The check is one fused call a layer; scripts/time_generation.py has the times."""
+    model, tokenizer = demo()
+    trace.reset()
+    steps = speculate(
+        mx.array(tokenizer.encode(PROMPT)),
+        model,
+        DraftModel(model),
+        num_draft_tokens=3,
+        max_tokens=24,
+        adaptive=False,
+    )
+    assert len(list(steps)) == 24
+    assert {row.path for row in trace.snapshot()} == {"fused"}
+    layers = len(model.layers)
+    assert trace.total("fused", rows="3-4") >= 5 * layers
+    assert trace.total("fused", rows="1") >= 12 * layers
+
+
+@pytest.mark.report("T8")
+def test_eight_sequences_are_decoded_in_one_fused_call_a_layer() -> None:
+    """scripts/time_generation.py holds their time against eight runs in turn."""
+    model, tokenizer = demo()
+    prompts = [tokenizer.encode(f"{PROMPT} {i}") for i in range(8)]
+    want = [generate(model, tokenizer, prompt, max_tokens=12) for prompt in prompts]
+    trace.reset()
+    # mlx-lm's streaming detokenizer drops a space at the start.
+    found = batch_generate(model, tokenizer, prompts, max_tokens=12).texts
+    assert [text.lstrip() for text in found] == [text.lstrip() for text in want]
+    assert {row.path for row in trace.snapshot()} == {"fused"}
+    assert trace.total(rows="5-8") >= 11 * len(model.layers)
+    assert trace.total(rows="1") == 0
+
+
+def test_one_busy_moment_does_not_end_drafting_that_wins() -> None:
+    account = Account(rounds=[(0.1, 4), (5.0, 4), (0.1, 4), (0.1, 4)], steps=[0.05, 0.05, 0.05, 0.05])
+    assert not account.loses()
+
+
 def test_drafting_that_wins_goes_on() -> None:
     account = Account(rounds=[(9.0, 1)] + [(0.1, 4)] * 4, steps=[0.05] * 4)
     assert not account.loses()
@@ -157,6 +197,13 @@ def test_a_draft_model_whose_state_cannot_go_back_is_refused_in_words() -> None:
     with pytest.raises(SettingError, match="goes back in the prompt cache") as caught:
         list(speculative_step(mx.array([1, 2]), tiny("qwen3_moe"), model))
     assert caught.value.found == "ArraysCache"
+
+
+def test_a_number_of_guesses_below_none_is_refused() -> None:
+    with pytest.raises(SettingError, match="no such number of guesses"):
+        list(
+            speculate(mx.array([1, 2]), tiny("qwen3_moe"), DraftModel(tiny("qwen3_moe")), num_draft_tokens=-2)
+        )
 
 
 def test_public_generating_takes_a_draft_model(dense: Any) -> None:

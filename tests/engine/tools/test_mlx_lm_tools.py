@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import socket
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlx_lm import cli
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_experts import load, trace
+from mlx_experts.engine.loading import checkpoint_loader
 from mlx_experts.engine.tools.mlx_lm_tools import run_tool, tools
 from mlx_experts.registry.errors import SettingError, UnknownFamilyError
 
@@ -76,6 +78,34 @@ def test_what_a_command_raises_is_its_own_error_in_words(tmp_path: Path) -> None
     assert "convert.py:" in caught.value.where
 
 
+@pytest.mark.parametrize("address", [("--port", "99999"), ("--host", "nowhere.invalid"), ("--port=-1",)])
+def test_the_server_refuses_an_address_where_nobody_can_listen(address: tuple[str, ...]) -> None:
+    """mlx-lm's would go on in its thread of generation, and neither serve nor end."""
+    with pytest.raises(SettingError, match="cannot listen"):
+        ran("server", "--model", str(DEMO), *address)
+
+
+def test_the_server_refuses_an_address_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SettingError, match="cannot listen"):
+            ran("server", "--model", str(DEMO), "--port", str(taken.getsockname()[1]))
+
+
+def test_a_mistake_in_the_command_line_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ran("generate", "--model", str(DEMO), "--max-tokens", "many")
+    assert caught.value.code == 1
+    assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_is_no_error_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_loader, "prepare", lambda *a, **k: checkpoint_loader.build(None))
+    with pytest.raises(AttributeError):
+        ran("generate", "--model", str(DEMO), "--prompt", PROMPT, "--max-tokens", "2")
+
+
 def test_the_server_refuses_a_model_before_it_listens(tmp_path: Path) -> None:
     """mlx-lm's would go on without its thread of generation."""
     folder = write_dense(tmp_path / "unknown", model_type="strange", architectures=["X"], num_experts=4)
@@ -84,6 +114,7 @@ def test_the_server_refuses_a_model_before_it_listens(tmp_path: Path) -> None:
             ran("server", key, str(folder), "--port", "0")
 
 
+@pytest.mark.report("T5")
 def test_a_checkpoint_keeps_its_dtype_when_adapters_are_fused_into_it(tmp_path: Path) -> None:
     """On a device that computes in float32 too."""
     model, _ = load(DEMO)
