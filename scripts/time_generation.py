@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 DEMO, PAGE = ROOT / "api" / "demo", ROOT / "docs" / "mlx-lm.md"
 BEGIN, END = "<!-- times: scripts/time_generation.py -->", "<!-- end of times -->"
 PROMPT = "A mixture-of-experts model"
-BATCH, DRAFTS, REPEATS = 8, 3, 4
+BATCH, DRAFTS, REPEATS = 8, 3, 3
 
 
 @dataclass

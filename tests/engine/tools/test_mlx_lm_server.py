@@ -85,7 +85,7 @@ def test_the_first_completion_finds_its_kernels_warm(
         seen["first"] = runs()
 
     monkeypatch.setattr(warming.trace, "reset", forget, raising=False)
-    told = serve(["--model", str(DEMO)], use)
+    told = serve(["--model", str(DEMO), "--port", "0"], use)
     progress = [text for text in told if text.startswith("warming up: ")]
     assert [text.split()[2] for text in progress] == ["1", "2", "4", "8"]
     assert ("fused", "1") in seen["first"]
@@ -105,7 +105,7 @@ def test_a_dense_draft_model_and_a_request_for_a_dense_model_are_served(
         assert ask(model=dense) == dense_text
         assert ask() == want
 
-    told = serve(["--model", str(DEMO), "--draft-model", dense], use)
+    told = serve(["--model", str(DEMO), "--draft-model", dense, "--port", "0"], use)
     assert sum("a dense model" in text for text in told) >= 1
 
 
@@ -120,4 +120,4 @@ def test_a_request_for_a_model_that_is_refused_fails_alone(
             ask(model=str(odd))
         assert ask() == want
 
-    serve(["--model", str(DEMO)], use)
+    serve(["--model", str(DEMO), "--port", "0"], use)
