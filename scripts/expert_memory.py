@@ -5,7 +5,7 @@
     scripts/expert_memory.py compare FOLDER --budgets 1GB,2GB,4GB [--cold] [--whole]
 
 ``make`` writes a random checkpoint in the shape of Qwen3-30B-A3B, with 4-bit weights, tensor by tensor. Its
-48 layers are 17 GB, 24 are 8.7 GB. Its routers pick evenly, the hardest case for a budget.
+48 layers are 17 GB, 24 are 8.7 GB. Its routers are random: hit rates of a trained model are its own.
 ``run`` decodes random tokens and prints JSON with the likeliest next ones. ``compare`` runs each budget in a
 process of its own, and the whole model, and says whether the tokens are equal.
 """
