@@ -6,6 +6,7 @@ file states under `example`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,8 +191,8 @@ def _walk(at: str, field: str, value: Any, kind: str) -> Iterator[tuple[str, str
     if isinstance(value, Ref):
         yield at, field, value, kind
     elif isinstance(value, Spec):
-        for name, info in type(value).model_fields.items():
-            yield from _walk(f"{at}.{name}", name, getattr(value, name), _type_of(info.annotation))
+        for name, type_of in _types(type(value)):
+            yield from _walk(f"{at}.{name}", name, getattr(value, name), type_of)
     elif isinstance(value, dict) and (field in _BY_NAME or "from" not in value):
         for name, item in value.items():
             yield from _walk(f"{at}.{name}", name, item, "any")
@@ -200,6 +201,12 @@ def _walk(at: str, field: str, value: Any, kind: str) -> Iterator[tuple[str, str
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
             yield from _walk(f"{at}[{i}]", field, item, kind)
+
+
+@functools.cache
+def _types(section: type[Spec]) -> tuple[tuple[str, str], ...]:
+    """The fields of a section, each with the type that it gives."""
+    return tuple((name, _type_of(info.annotation)) for name, info in section.model_fields.items())
 
 
 def _type_of(annotation: Any) -> str:

@@ -31,12 +31,13 @@ def one_of_each(part: Part, names: Iterable[str]) -> list[str]:
         return list(names)
     found: dict[str, str] = {}
     for name in names:
-        found.setdefault(json.dumps(part(_plan(name)), sort_keys=True, default=str), name)
+        found.setdefault(json.dumps(part(tiny_plan(name)), sort_keys=True, default=str), name)
     return list(found.values())
 
 
 @cache
-def _plan(name: str) -> Plan:
+def tiny_plan(name: str) -> Plan:
+    """The plan of a family's tiny model, made once."""
     family = catalog().load(name)
     return resolve(family, tiny_config(family))
 

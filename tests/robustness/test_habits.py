@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from representatives import tiny_plan
 
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
@@ -28,8 +29,7 @@ FAMILIES = [name for name in catalog().names() if plain(name)]
 
 
 def biased(name: str) -> bool:
-    family = catalog().load(name)
-    plan = resolve(family, tiny_config(family))
+    plan = tiny_plan(name)
     bias = plan.layers[plan.moe_layers[0]].moe.router.selection_bias
     return bias is not None and bias.enabled
 

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
-from representatives import blocks, one_of_each
+from representatives import blocks, one_of_each, tiny_plan
 
 from mlx_experts.engine.dispatch import verify
 from mlx_experts.engine.dispatch.trace import trace
@@ -24,7 +24,6 @@ from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.plugins.builtin.parallel_moe import ExpertLayer
-from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
@@ -153,8 +152,7 @@ def test_the_one_time_check_takes_the_right_kernel_where_experts_cancel_and_no_w
 
 
 def renormalising(name: str) -> bool:
-    family = catalog().load(name)
-    plan = resolve(family, tiny_config(family))
+    plan = tiny_plan(name)
     return plan.layers[plan.moe_layers[0]].moe.router.select == "topk"
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_in_mlx_lm
+from representatives import tiny_plan
 
 from mlx_experts import save_model
 from mlx_experts.engine.loading.checkpoint_loader import cast_tensors
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
-from mlx_experts.registry.resolve.planner import resolve
-from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 MLX_LM_NEEDS = {
@@ -28,8 +27,7 @@ MLX_LM_NEEDS = {
 
 
 def has_bias(name: str) -> bool:
-    family = catalog().load(name)
-    plan = resolve(family, tiny_config(family))
+    plan = tiny_plan(name)
     bias = plan.layers[plan.moe_layers[0]].moe.router.selection_bias
     return bias is not None and bias.enabled
 

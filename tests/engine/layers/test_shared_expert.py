@@ -6,15 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from representatives import tiny_plan
 
 from mlx_experts.engine.layers.module_tree import find
 from mlx_experts.engine.layers.moe import MoE
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
-from mlx_experts.registry.catalog.catalog import Catalog
-from mlx_experts.registry.resolve.planner import LayerPlan, resolve
+from mlx_experts.registry.resolve.planner import LayerPlan
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
-CATALOG = Catalog()
+CATALOG = catalog()
 # The options of a config that choose how the two sums are joined.
 JOINED = {"cohere2_moe": {"shared_expert_combination_strategy": "average"}}
 
@@ -37,7 +38,7 @@ def layers_of(name: str) -> list[int]:
     family = CATALOG.load(name)
     if family.backbone is not None or family.block.kind != "standard":
         return []
-    plan = resolve(family, tiny_config(family))
+    plan = tiny_plan(name)
     return [i for i, layer in enumerate(plan.layers) if added_at_once(layer)]
 
 

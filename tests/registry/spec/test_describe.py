@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.spec.describe import difference, sentence
 
-CATALOG = Catalog()
+CATALOG = catalog()
 
 
 def rows(a: str, b: str) -> dict[str, tuple[str, str]]:

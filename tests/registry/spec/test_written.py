@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from mlx_experts.registry.catalog.catalog import Catalog
+from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.resolver import Resolver
@@ -18,7 +18,7 @@ from mlx_experts.registry.spec.family import MoeSpec, RouterSpec, SizesSpec
 from mlx_experts.registry.spec.values import Bool, Count, FromConfig, Leaf, Options, Ref, Spec
 from mlx_experts.registry.spec.written import Written, has_references, section_of
 
-CATALOG = Catalog()
+CATALOG = catalog()
 
 
 class Inner(Spec):
