@@ -1,6 +1,6 @@
 # Every target sets up .venv first; PYTHON chooses the interpreter, EXTRAS what is installed (cuda,dev for an
 # NVIDIA GPU), ARGS is passed on to pytest or to the demo.
-.PHONY: demo setup test lint types docs check evidence mutations hooks clean
+.PHONY: demo setup test lint types docs check evidence mutations hooks fuzz clean
 .DEFAULT_GOAL := demo
 
 PYTHON ?= python3
@@ -41,6 +41,15 @@ evidence: $(STAMP)
 	$(BIN)/registry check --record tests/evidence/check.json
 	$(BIN)/registry parity --originals tests/cases --record tests/evidence/originals.json
 	$(BIN)/python tests/tooling/docs.py
+
+# Random families, configs, quantisation entries, headers, indexes and checkpoints; SEED and EXAMPLES choose which.
+SEED ?= 1
+EXAMPLES ?= 2000
+FUZZERS := tests/robustness/test_fuzz_families.py tests/robustness/test_fuzz_config.py \
+  tests/robustness/test_fuzz_quantisation.py tests/robustness/test_damaged_files.py \
+  tests/registry/checkpoint/test_safetensors_header.py tests/registry/checkpoint/test_checkpoint.py
+fuzz: $(STAMP)
+	EXAMPLES=$(EXAMPLES) $(BIN)/pytest --hypothesis-profile long --hypothesis-seed $(SEED) $(FUZZERS)
 
 # Every literal of every family file, changed one at a time; about an hour.
 mutations: $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,14 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Every run tries the same few examples; `pytest --hypothesis-profile long` goes looking for new ones.
+# Every run tries the same few examples; `make fuzz` goes looking for new ones.
 settings.register_profile("quick", max_examples=100, deadline=None, derandomize=True)
-settings.register_profile("long", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "long",
+    max_examples=int(os.environ.get("EXAMPLES", "10000")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile("quick")
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -147,12 +153,3 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub
     yield server
     server.close()
     close_session()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests whose faults are known and open, which a file lists by name."""
-    listed = (Path(__file__).parent / "data" / "known_open.txt").read_text(encoding="utf-8")
-    known = {line for line in listed.splitlines() if line and not line.startswith("#")}
-    for item in items:
-        if item.nodeid in known:
-            item.add_marker(pytest.mark.xfail(reason="known and open", strict=False))
