@@ -42,6 +42,9 @@ _TOKENIZER_FILES = (
     "vocab.json",
 )
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files of which a folder with a tokenizer holds one."""
+
 
 def load_model(
     path_or_hf_repo: str | Path,
@@ -223,7 +226,7 @@ def read_tokenizer(
     Raises:
         CheckpointError: the folder has no tokenizer that can be read; a file that is no JSON is named.
     """
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((folder / name).exists() for name in TOKENIZERS):
         raise CheckpointError(
             "the checkpoint has no tokenizer",
             where=str(folder),

@@ -14,6 +14,7 @@ from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.loading.expert_memory import in_slots, plan_experts, put_slots
 from mlx_experts.engine.loading.experts_per_token import changed_top_k, with_experts_per_token
+from mlx_experts.engine.loading.gathered import gathered_notice
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.cpu_activations import choose_activations
 from mlx_experts.engine.models.factory import build
@@ -127,6 +128,8 @@ def load_checkpoint(
         model.eval()
         if cpu_activations is not None:
             choose_activations(model, cpu_activations)
+        slow = gathered_notice(model)
+        report.notices += [] if slow is None else [slow]
         if not lazy:
             # One layer at a time, so that what is cut or decoded on the way is released with each.
             for layer in model.layers:

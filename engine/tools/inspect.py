@@ -6,6 +6,7 @@ MLX arrays are lazy, so nothing is read or allocated.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.kernels import fused_kernel, many_rows_kernel
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.layers.moe import MoE
+from mlx_experts.engine.loading.api import TOKENIZERS
 from mlx_experts.engine.loading.checkpoint_loader import cast_tensors, compute_dtype
 from mlx_experts.engine.loading.expert_memory import in_slots, plan_experts
 from mlx_experts.engine.models.base import LanguageModel
@@ -37,6 +39,7 @@ from mlx_experts.registry.catalog.catalog import names_of
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.checkpoint.hub import local_folder, remote_checkpoint
 from mlx_experts.registry.checkpoint.size_limits import check_sizes
+from mlx_experts.registry.checkpoint.strict_json import parse_object
 from mlx_experts.registry.errors import CheckpointError, QuantizationError, SettingError, TensorError
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.spec.family import Family
@@ -175,10 +178,12 @@ def inspect_checkpoint(
         context=context,
         machine_bytes=machine_memory(),
     )
-    result.layers = dict(Counter(_layer_words(layer, chosen.backbone is not None) for layer in plan.layers))
+    result.layers = dict(Counter(layer_words(layer, chosen.backbone is not None) for layer in plan.layers))
     tree = {name: value.shape for name, value in tree_flatten(model.parameters())}
     result.parameters = sum(prod(shape) for shape in tree.values())
     result.active_parameters = result.parameters - _idle_parameters(model, tree)
+    if checkpoint.folder is not None and not tensors_only:
+        result.notices += tokenizer_faults(checkpoint.folder)
     prepared = _prepare(model, checkpoint, result)
     if prepared is not None:
         _show_audit(model, prepared, result, compute_dtype(dtype))
@@ -216,6 +221,27 @@ def _plan_memory(
         process,
         process + result.weight_bytes + result.cache_bytes + result.workspace_bytes,
     )
+
+
+def tokenizer_faults(folder: Path) -> list[str]:
+    """What of a folder's tokenizer `generate` would fail on, one sentence each."""
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        return [
+            "there is no tokenizer here: the model loads, and text needs tokenizer.json beside config.json"
+        ]
+    found = []
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        raw = path.read_bytes()
+        if raw.startswith(codecs.BOM_UTF8):
+            found.append(f"{name} begins with a byte order mark, which the tokenizer's library refuses")
+        try:
+            parse_object(raw, name, lenient=True)
+        except CheckpointError as error:
+            found.append(f"{name} cannot be read, so that no text can be made: {error.found or error.what}")
+    return found
 
 
 def inspect(
@@ -273,7 +299,8 @@ def _why(family: Family, config: Mapping[str, Any]) -> str:
     return "a declared test"
 
 
-def _layer_words(layer: Any, borrowed: bool) -> str:
+def layer_words(layer: Any, borrowed: bool) -> str:
+    """What a layer of a plan is, in words; ``borrowed`` where its mixer is mlx-lm's."""
     absent = "mlx-lm's mixer" if borrowed else "no mixer"
     mixer = absent if layer.mixer is None else layer.mixer.kind
     kind = f" ({layer.type})" if layer.type != "full_attention" else ""

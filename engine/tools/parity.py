@@ -22,6 +22,7 @@ from mlx_experts.engine.layers.module_tree import find
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.api import load_model
 from mlx_experts.engine.tools.family_check import EXPECTED_DECLINES, build_tiny
+from mlx_experts.engine.tools.inspect import layer_words
 from mlx_experts.registry.errors import CheckpointError, SettingError
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
@@ -163,7 +164,8 @@ class CheckpointParity:
 
     Args:
         logits: relative distance of the prompt's logits: largest difference over largest logit.
-        layers: the same for each layer's output, where the reference is a model.
+        layers: the same for each layer's output, where the reference has them.
+        kinds: what each of those layers is, in words.
         first_difference: step of the first differing greedy token, or None.
         logit_gap: at that step, the reference's distance between its token and ours.
     """
@@ -171,10 +173,16 @@ class CheckpointParity:
     reference: str
     logits: float
     layers: list[float] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     decode: float | None = None
     tokens: int = 0
     first_difference: int | None = None
     logit_gap: float | None = None
+
+    @property
+    def departs(self) -> int | None:
+        """The first layer whose output is not the reference's; None where every one is, or none was given."""
+        return next((i for i, distance in enumerate(self.layers) if not distance < TOLERANCE), None)
 
     @property
     def ok(self) -> bool:
@@ -193,6 +201,8 @@ def _distance(got: mx.array | np.ndarray, want: mx.array | np.ndarray) -> float:
 def against_arrays(folder: Path, reference: Path, families: tuple[Path, ...] = ()) -> CheckpointParity:
     """Compare with saved answers: `input_ids`, `logits`, and for decoding `greedy_ids`, `greedy_logits`.
 
+    Where the file holds `hidden_states` too, the output of each layer is compared.
+
     Raises:
         RegistryError: the checkpoint or the file cannot be read.
     """
@@ -207,14 +217,27 @@ def against_arrays(folder: Path, reference: Path, families: tuple[Path, ...] = (
             expected=f"{vocabulary} logits a token",
             found=str(want.shape[-1]),
         )
-    result = CheckpointParity(str(reference), _distance(model(ids), want))
+    got, mine = _with_layers(model, ids)
+    result = CheckpointParity(str(reference), _distance(got, want))
+    states = arrays.get("hidden_states")
+    if states is not None:
+        if len(states) != len(mine):
+            raise CheckpointError(
+                "the reference is of a model with another number of layers",
+                where=str(reference),
+                expected=f"hidden_states of {len(mine)} layers",
+                found=str(len(states)),
+            )
+        result.layers = [_distance(a, b) for a, b in zip(mine, states, strict=True)]
+        borrowed = model.plan.family.backbone is not None
+        result.kinds = [layer_words(layer, borrowed) for layer in model.plan.layers[: len(mine)]]
     steps = arrays.get("greedy_ids")
     if steps is not None:
         cache = make_prompt_cache(model)
-        got = [model(ids, cache=cache)[:, -1]]
+        steps_got = [model(ids, cache=cache)[:, -1]]
         for k in range(steps.shape[1] - 1):
-            got.append(model(mx.array(steps[:, k : k + 1]), cache=cache)[:, -1])
-        stacked = np.array(mx.stack(got, axis=1).astype(mx.float32))
+            steps_got.append(model(mx.array(steps[:, k : k + 1]), cache=cache)[:, -1])
+        stacked = np.array(mx.stack(steps_got, axis=1).astype(mx.float32))
         result.decode, result.tokens = _distance(stacked, arrays["greedy_logits"]), steps.shape[1]
         _first_difference(result, stacked, arrays["greedy_logits"])
     return result
@@ -245,6 +268,14 @@ def _answers(path: Path) -> dict[str, np.ndarray]:
                 expected=f"{ids} [B, L] below the vocabulary, and {logits} [B, L, vocabulary]",
                 found=", ".join(f"{name} {list(v.shape)}" for name, v in arrays.items()) or "nothing",
             )
+    states = arrays.get("hidden_states")
+    if states is not None and (states.ndim != 4 or states.shape[1:3] != arrays["input_ids"].shape):
+        raise CheckpointError(
+            "the reference's hidden states are not those of its tokens",
+            where=str(path),
+            expected=f"hidden_states [layers, {', '.join(map(str, arrays['input_ids'].shape))}, width]",
+            found=str(list(states.shape)),
+        )
     return arrays
 
 
@@ -316,6 +347,8 @@ def against_mlx_lm(
     result = CheckpointParity("mlx-lm", _distance(got, want), tokens=tokens)
     if len(mine) == len(theirs):
         result.layers = [_distance(a, b) for a, b in zip(mine, theirs, strict=True)]
+        borrowed = model.plan.family.backbone is not None
+        result.kinds = [layer_words(layer, borrowed) for layer in model.plan.layers[: len(mine)]]
     pairs = [_greedy(each, ids, tokens) for each in (model, other)]
     _first_difference(result, pairs[0][None], pairs[1][None])
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -18,6 +19,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_experts.registry import settings
+from mlx_experts.registry.catalog.dense import signs_of_experts
 from mlx_experts.registry.catalog.shorthand import spelled_out
 from mlx_experts.registry.catalog.unsupported import declared_reason, versions_here
 from mlx_experts.registry.catalog.validation_errors import at, spec_error
@@ -27,6 +29,8 @@ from mlx_experts.registry.spec.config_test import ConfigTest
 
 if TYPE_CHECKING:
     from mlx_experts.registry.spec.family import Family
+
+_LOG = logging.getLogger("mlx_experts")
 
 
 @functools.cache
@@ -70,6 +74,8 @@ class Catalog:
                 raise SettingError("a folder of families does not exist", found=str(folder))
         self.folders = (bundled or bundled_folder(), *settings.read().families, *given)
         self._loaded: dict[str, Family] = {}
+        self.broken: dict[str, SpecError] = {}
+        """By file name, what is wrong with the top of a file in a folder of somebody's own."""
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
@@ -77,7 +83,15 @@ class Catalog:
         found: dict[str, Entry] = {}
         for folder in self.folders:
             for path in sorted(folder.glob("*.yaml")):
-                entry = _read_entry(path)
+                try:
+                    entry = _read_entry(path)
+                except SpecError as error:
+                    if folder == self.folders[0]:
+                        raise
+                    # Whoever wants another family needs none of this file.
+                    self.broken[path.stem] = error
+                    _LOG.warning("%s is left out: %s", path, error.what)
+                    continue
                 if entry.name in found:
                     raise SpecError(
                         f"two files describe the family '{entry.name}'",
@@ -105,6 +119,8 @@ class Catalog:
 
     def path(self, name: str) -> Path:
         """The file that describes a family."""
+        if name not in self.entries and name in self.broken:
+            raise self.broken[name]
         if name not in self.entries:
             near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0.4)
             short = [f"{folder / name}.yml" for folder in self.folders if (folder / f"{name}.yml").exists()]
@@ -213,9 +229,16 @@ class Catalog:
                 hint=f"that holds for {versions_here()}; a later version may read it",
             )
         near = difflib.get_close_matches(str(config.get("model_type", "")), self.entries, n=3, cutoff=0.5)
+        if len(config) > len(levels) and not signs_of_experts(config):
+            raise UnknownFamilyError(
+                "config.json states no experts: a dense model",
+                where="config.json",
+                found=", ".join(asked),
+                hint="mlx_lm.generate runs it; if it has experts after all, try `registry draft PATH`",
+            )
         raise UnknownFamilyError(
             "no family describes this checkpoint",
-            where="config.json",
+            where=", ".join(("config.json", *(f"{name}.yaml, which cannot be read" for name in self.broken))),
             found=", ".join(asked) or "neither `architectures` nor `model_type`",
             hint=(f"nearest: {', '.join(near)}; " if near else "")
             + "`registry draft PATH` writes a first family file",

@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make(folder: Path, vocabulary: int) -> None:
-    """Write the checkpoint with the demo's tokenizer, and beside it answers.npz with NumPy's logits."""
+    """Write the checkpoint with the demo's tokenizer, and beside it answers.npz with NumPy's results."""
     config = {**CONFIG, "vocab_size": vocabulary}
     tensors = _tensors(config)
     folder.mkdir()
@@ -46,10 +46,16 @@ def make(folder: Path, vocabulary: int) -> None:
     arrays = {name: mx.array(value) for name, value in tensors.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "pt"})
     ids = np.random.default_rng(1).integers(0, vocabulary, (2, 9))
-    answers = np.stack([_forward(row, tensors, config) for row in ids])
+    rows = [_forward(row, tensors, config) for row in ids]
+    answers, states = (np.stack(each, -3) for each in zip(*rows, strict=True))
     for file in Path(str(files("mlx_experts").joinpath("demo"))).glob("token*"):
         shutil.copy(file, folder)
-    np.savez(folder.parent / "answers.npz", input_ids=ids, logits=answers.astype(np.float32))
+    np.savez(
+        folder.parent / "answers.npz",
+        input_ids=ids,
+        logits=answers.astype(np.float32),
+        hidden_states=states.astype(np.float32),
+    )
 
 
 def _tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -138,10 +144,12 @@ def _experts(x: np.ndarray, t: Any, at: str, c: dict[str, Any]) -> np.ndarray:
     return out
 
 
-def _forward(ids: np.ndarray, tensors: dict[str, np.ndarray], c: dict[str, Any]) -> np.ndarray:
-    """Logits [L, vocabulary] of one prompt, in float64."""
+def _forward(
+    ids: np.ndarray, tensors: dict[str, np.ndarray], c: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [L, vocabulary] of one prompt and the layers' outputs [layers, L, width], in float64."""
     t = {name: value.astype(np.float64) for name, value in tensors.items()}
-    eps, x = c["rms_norm_eps"], t["model.embed_tokens.weight"][ids]
+    eps, x, states = c["rms_norm_eps"], t["model.embed_tokens.weight"][ids], []
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}"
         x = x + _attention(_rms(x, t[f"{at}.attention_norm.weight"], eps), t, f"{at}.self_attn", c)
@@ -149,7 +157,8 @@ def _forward(ids: np.ndarray, tensors: dict[str, np.ndarray], c: dict[str, Any])
         dense = i < c["first_dense"]
         ff = f"{at}.feed_forward"
         x = x + (_swiglu(h, t, ff, ("w1", "w3", "w2")) if dense else _experts(h, t, ff, c))
-    return _rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+        states.append(x)
+    return _rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T, np.stack(states)
 
 
 if __name__ == "__main__":

@@ -62,3 +62,20 @@ def test_the_new_family_matches_the_original(folder: Path) -> None:
 
     result = against_arrays(folder / "mystery", folder / "answers.npz", (families,))
     assert result.logits < 1e-5
+
+
+@pytest.mark.report("M10")
+def test_a_mistake_is_told_with_the_first_layer_that_departs(folder: Path) -> None:
+    families = folder / "my_families"
+    families.mkdir()
+    yaml = next(text for kind, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind == "yaml")
+    right, wrong = ("checkpoint: {projections: [" + names + "]}" for names in ("w1, w3, w2", "w3, w1, w2"))
+    swapped = yaml.replace(right, wrong)
+    assert swapped != yaml
+    (families / "birch_moe.yaml").write_text(swapped)
+    code, printed = run(
+        "registry parity --checkpoint ./mystery --reference answers.npz --families my_families", folder
+    )
+    assert code == 2
+    # The first layer has no experts, so that it agrees.
+    assert "layer 1 (gqa with experts) departs first; layer 0 still agrees" in squeezed(printed)

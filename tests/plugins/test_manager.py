@@ -165,6 +165,7 @@ except PluginError as error:
 
 
 @pytest.mark.parametrize("fault", PLUGIN_FILES)
+@pytest.mark.report("M4", "M5")
 def test_a_faulty_plugin_is_named_with_its_fault(fault: str, tmp_path: Path) -> None:
     text, wanted = PLUGIN_FILES[fault]
     path = tmp_path / "my_plugin.py"

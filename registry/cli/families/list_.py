@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from mlx_experts.registry.cli.common import Families, Json, Plugins, open_catalog, print_json, print_table
+from mlx_experts.registry.cli.common import (
+    Families,
+    Json,
+    Plugins,
+    console,
+    open_catalog,
+    print_json,
+    print_table,
+)
+
+# The longest names of each kind stand on one line from this width on.
+_WIDE = 100
+
+
+def columns_for(width: int) -> tuple[str, ...]:
+    """The columns of the table that fit into a terminal without breaking a name."""
+    return ("family", "model types", "architectures") if width >= _WIDE else ("family", "model types")
 
 
 def list_families(json: Json = False, families: Families = None, plugin: Plugins = None) -> None:
@@ -25,9 +41,7 @@ def list_families(json: Json = False, families: Families = None, plugin: Plugins
             ]
         )
         return
-    print_table(
-        "",
-        ("family", "model types", "architectures"),
-        [(e.name, ", ".join(e.model_types), ", ".join(e.architectures)) for e in rows],
-    )
+    columns = columns_for(console().width)
+    cells = [(e.name, ", ".join(e.model_types), ", ".join(e.architectures))[: len(columns)] for e in rows]
+    print_table("", columns, cells)
     print(f"{len(rows)} families")

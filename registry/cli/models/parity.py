@@ -116,8 +116,20 @@ def _checkpoint(checkpoint: str, reference: str, families: tuple[Path, ...], jso
             "the checkpoint and the reference disagree",
             where=str(folder),
             expected="logits within 1e-4 of the largest, equal greedy tokens",
-            hint="the first layer that differs much is where to look",
+            hint=_where_to_look(result),
         )
+
+
+def _where_to_look(result: Any) -> str:
+    """The first layer that departs, or how to find it."""
+    if not result.layers:
+        return "save hidden_states too, as scripts/save_answers.py does, to see which layer departs first"
+    first = result.departs
+    if first is None:
+        return "every layer agrees: look at the final norm, the head and the cache"
+    kind = f" ({result.kinds[first]})" if result.kinds else ""
+    before = "the embedding, or" if first == 0 else f"layer {first - 1} still agrees, so look at"
+    return f"layer {first}{kind} departs first; {before} this layer's mixer, MLP or norms"
 
 
 def _originals(folder: Path, path: Path | None, catalog: Catalog, json: bool) -> None:
@@ -164,7 +176,9 @@ def _print(result: Any) -> None:
     if result.decode is not None:
         print(f"cached decoding differs by {result.decode:.1e}")
     if result.layers:
-        print_table("", ("layer", "difference"), [(i, f"{e:.1e}") for i, e in enumerate(result.layers)])
+        kinds = result.kinds or [""] * len(result.layers)
+        rows = [(i, f"{e:.1e}", kind) for i, (e, kind) in enumerate(zip(result.layers, kinds, strict=True))]
+        print_table("", ("layer", "difference", "kind"), rows)
     if result.first_difference is None and result.tokens:
         print(f"all {result.tokens} greedy tokens are equal")
     elif result.first_difference is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_experts.engine.loading.api import load_model
 from mlx_experts.engine.models.known_families import catalog
-from mlx_experts.engine.tools.draft import draft_family
+from mlx_experts.engine.tools.drafts.draft import draft_family
 from mlx_experts.engine.tools.reference_cases import all_views, measure
 from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint

@@ -75,6 +75,7 @@ def test_the_head_alone_is_a_family(tmp_path: Path) -> None:
         ("variants: {near: {kind: mla, path: a b}}", "'variants.near.path'", "a module path"),
     ],
 )
+@pytest.mark.report("M8")
 def test_a_value_that_cannot_be_says_what_could(tmp_path: Path, line: str, key: str, expected: str) -> None:
     error = mistake(tmp_path, f"{HEAD}{line}\n")
     assert key in error.what
@@ -183,6 +184,7 @@ def test_a_short_file_ending_is_told(tmp_path: Path) -> None:
     assert "ends in .yaml" in error.hint
 
 
+@pytest.mark.report("M8")
 def test_extending_oneself_is_not_the_suggestion(tmp_path: Path) -> None:
     error = mistake(tmp_path, HEAD.replace("qwen3_moe", "my_moe"))
     assert isinstance(error, SpecError)
@@ -206,6 +208,7 @@ def test_experts_have_as_many_leaves_as_projections(tmp_path: Path, layout: str,
     assert error.where.endswith(":6")
 
 
+@pytest.mark.report("M7")
 def test_a_mistake_at_an_inherited_key_is_told_in_the_file_that_holds_it(tmp_path: Path) -> None:
     # The base's rotation is of another kind of attention, which has no such options.
     error = mistake(tmp_path, f"{HEAD}attention: {{kind: mla, options: {{}}}}\n")

@@ -35,6 +35,7 @@ DEMO = Path(str(files("mlx_experts").joinpath("demo")))
         (["blobs", "refs", "snapshots"], "downloaded repositories"),
     ],
 )
+@pytest.mark.report("M3")
 def test_a_folder_is_named_for_what_it_is(tmp_path: Path, names: list[str], what: str) -> None:
     for name in names:
         (tmp_path / name).touch()
@@ -62,6 +63,7 @@ def test_a_gguf_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("names", "what"), [(["adapter_model.safetensors"], "PEFT"), ([], "no folder of")])
+@pytest.mark.report("M3")
 def test_an_adapter_that_is_none_is_named(tmp_path: Path, names: list[str], what: str) -> None:
     for name in names:
         (tmp_path / name).touch()
@@ -72,11 +74,13 @@ def test_an_adapter_that_is_none_is_named(tmp_path: Path, names: list[str], what
 
 
 @pytest.mark.parametrize("name", [None, 3, ["a"], "", "  "])
+@pytest.mark.report("M12")
 def test_what_names_no_checkpoint_is_an_argument_error(name: object) -> None:
     with pytest.raises(SettingError):
         load(name)  # type: ignore[call-overload]
 
 
+@pytest.mark.report("M12")
 def test_a_batch_may_be_of_texts_and_gives_what_ids_give() -> None:
     model, tokenizer = load(DEMO)
     texts = ["A mixture", "The router"]
@@ -102,12 +106,14 @@ def test_a_batch_may_be_of_texts_and_gives_what_ids_give() -> None:
         (b'{"a": 1', "Download the file again"),
     ],
 )
+@pytest.mark.report("M11")
 def test_what_is_no_json_is_told_by_its_habit(text: bytes, hint: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         parse_object(text, "config.json", lenient=True)
     assert hint in caught.value.hint
 
 
+@pytest.mark.report("M13")
 def test_a_config_that_transformers_refuses_is_named_and_not_the_tokenizer(tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "demo")
     config = json.loads((DEMO / "config.json").read_text())

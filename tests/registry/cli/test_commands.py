@@ -416,6 +416,7 @@ def few_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "_TIMED", device_check._TIMED[:1])
 
 
+@pytest.mark.report("M19")
 def test_check_device_runs_no_family_that_is_not_named_and_ends_with_its_verdict(
     few_formats: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,666 @@
+"""What has to change of a base so that it fits a checkpoint's facts: the smallest change that says them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mlx_experts.engine.tools.drafts.constants import node_at, rule_keys, stated
+from mlx_experts.engine.tools.drafts.evidence import Evidence, get, plain, put
+from mlx_experts.engine.tools.drafts.facts import (
+    EXPERT_KEYS,
+    HEAD_KEYS,
+    LAYER_KEYS,
+    WIDTH_KEYS,
+    Attention,
+    Facts,
+    Mlp,
+    first_of,
+)
+from mlx_experts.registry.catalog.catalog import merge, mixers
+from mlx_experts.registry.catalog.config_view import ConfigView
+from mlx_experts.registry.errors import RegistryError
+from mlx_experts.registry.resolve.layer_types import expand_moe_layers, expand_types
+from mlx_experts.registry.resolve.planner import Plan, Resolver, resolve
+from mlx_experts.registry.spec.family import Family, GqaSpec
+from mlx_experts.registry.spec.layer_rules import LayerRule
+from mlx_experts.registry.spec.path_pattern import PathPattern
+from mlx_experts.registry.spec.values import Ref
+
+# Config keys under which families state a size, most telling first.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "num_experts": EXPERT_KEYS,
+    "top_k": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_top_k",
+        "moe_k",
+        "top_k_experts",
+        "experts_per_token",
+        "ffn_config.moe_top_k",
+    ),
+    "expert_width": (
+        "moe_intermediate_size",
+        "expert_ffn_hidden_size",
+        "moe_ffn_hidden_size",
+        "intermediate_size",
+        "ffn_hidden_size",
+        "ffn_config.ffn_hidden_size",
+    ),
+    "dense_width": (
+        "intermediate_size",
+        "ffn_hidden_size",
+        "intermediate_size_mlp",
+        "dense_intermediate_size",
+    ),
+    "hidden_size": WIDTH_KEYS,
+    "num_layers": LAYER_KEYS,
+    "num_heads": HEAD_KEYS,
+    "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "attn_config.kv_n_heads"),
+    "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "layer_norm_eps"),
+}
+_BIAS_KEYS = ("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "use_bias", "bias")
+# What a key is for where its name says so and no family reads it.
+WORDS = (
+    (r"(moe_)?rout\w*_scal\w+|route_scale|scal\w+_rout\w+", "moe.router.scale"),
+    (r"(moe_)?(norm|renorm)\w*_top_?k\w*|route_norm|renormalize\w*", "moe.router.renormalize.enabled"),
+    (r"(moe_)?(router_)?(score|scoring|gating)_func\w*", "moe.router.score"),
+    (r"embed\w*_(multiplier|scale)", "embedding.multiplier"),
+    (r"residual_(multiplier|scale)", "block.residual_multiplier"),
+    (r"attention_multiplier", "attention.scale"),
+    (r"logits_scaling", "head.divisor"),
+    (r"logits?_scale", "head.multiplier"),
+    (r"(final_)?logits?_soft_?cap\w*", "head.softcap"),
+)
+_PLACES = ("pre_mixer", "post_mixer", "pre_mlp", "post_mlp")
+
+
+class Fitting:
+    """The change of one base for one checkpoint.
+
+    Args:
+        base: a family.
+        facts, view: the checkpoint.
+        evidence: the families that may be asked.
+    """
+
+    def __init__(self, base: str, facts: Facts, view: ConfigView, evidence: Evidence) -> None:
+        self.base, self.raw = evidence.families[base], evidence.raw(base)
+        self.facts, self.view, self.evidence = facts, view, evidence
+        self.change: dict[str, Any] = {}
+        self.read: dict[str, tuple[str, str]] = {}
+        """By config key that the base does not read: where it is read now, and as whom."""
+        self.taken: dict[str, str] = {}
+        """By dotted key of the change: the family that it was taken from."""
+
+    def family(self) -> Family:
+        """The base with the change so far.
+
+        Raises:
+            ValidationError: the two do not go together.
+        """
+        return Family.model_validate(merge(self.raw, self.change))
+
+    def fit(self, *, names_on_disk: bool) -> dict[str, Any]:
+        """The change that the facts need.
+
+        Args:
+            names_on_disk: modules are called what the checkpoint calls them, and the base's renames dropped;
+                otherwise its names and renames stay.
+
+        Raises:
+            RegistryError, ValidationError: the base cannot be made to fit.
+        """
+        self._text_settings()
+        self._sizes()
+        self._sparse_layers()
+        self._layer_types()
+        if self.facts.dense is not None and self.base.dense is None:
+            self.change["dense"] = {}
+        plan = resolve(self.family(), self.view.levels[-1])
+        if names_on_disk:
+            self._frame()
+            self._names(plan)
+        self._switches(plan)
+        return self.change
+
+    # What stands in config.json.
+
+    def _text_settings(self) -> None:
+        nested = self.view.nested
+        if nested and not (self.base.text_config and nested in self.base.text_keys):
+            self.change["text_config"] = True
+            if nested != "text_config":
+                self.change["text_keys"] = [nested]
+
+    def _sizes(self) -> None:
+        facts, view = self.facts, self.view
+        stated = {
+            "hidden_size": facts.hidden or None,
+            "num_experts": facts.num_experts or None,
+            "expert_width": facts.experts.width if facts.experts else None,
+            "dense_width": facts.dense.width if facts.dense else None,
+        }
+        sizes: dict[str, Any] = {}
+        for name, keys in ALIASES.items():
+            ref, fact = getattr(self.base.config, name), stated.get(name)
+            given = first_of(view, ref.keys) if isinstance(ref, Ref) else ref
+            fits = given is not None and (fact is None or given == fact or isinstance(given, list))
+            if fits:
+                continue
+            there = [key for key in keys if view.get(key) is not None]
+            key = next((k for k in there if fact is None or view.get(k) == fact), None)
+            if key is None and fact is not None:
+                key = self._key_of(fact, name)
+            if key is not None:
+                sizes[name] = key
+        self._head_width(sizes)
+        if sizes:
+            self.change["config"] = sizes
+
+    def _key_of(self, fact: int, size: str) -> str | None:
+        """A config key of this value that is named like a size."""
+        words = {
+            "num_experts": "expert",
+            "expert_width": "intermediate|ffn|width",
+            "dense_width": "intermediate|ffn",
+        }
+        for key, value in self.view.levels[0].items():
+            if value == fact and not isinstance(value, bool) and re.search(words.get(size, "$^"), key):
+                return key
+        return None
+
+    def _head_width(self, sizes: dict[str, Any]) -> None:
+        """The usual width of a head, where a query projection's rows show it and the base says another."""
+        heads = self.facts.heads
+        if not heads or self.facts.latent or not self.facts.attention:
+            return
+        usual = self.view.get("head_dim") or self.facts.hidden // heads
+        ref = self.base.config.head_dim
+        given = (first_of(self.view, ref.keys) or ref.default) if isinstance(ref, Ref) else ref
+        rows = {heads * usual, 2 * heads * usual}
+        shown = any(kind.q_rows in rows or "qkv" in kind.names for kind in self.facts.attention)
+        if shown and given is not None and given != usual:
+            sizes["head_dim"] = {"from": "head_dim", "default": None}
+
+    # Which layers.
+
+    def _sparse_layers(self) -> None:
+        facts = self.facts
+        if not facts.sparse:
+            return
+        if self._listed(self.base.moe.layers) == list(facts.sparse) and (
+            self.base.dense is not None or not facts.dense
+        ):
+            return
+        if len(facts.sparse) == len(facts.layers):
+            # Whatever switches it for others: here every layer has experts.
+            found = self._rule(only_read=True)
+            self.change["moe"] = {"layers": [found or {"kind": "all"}]}
+            return
+        found = self._rule(only_read=True)
+        if found is None:
+            first = facts.sparse[0]
+            whole = list(facts.sparse) == list(range(first, len(facts.layers)))
+            key = self._first_key(first) if whole else None
+            found = (
+                {"kind": "from_layer", "first": {"from": key} if key else first} if whole else self._rule()
+            )
+        if found is not None:
+            self.change["moe"] = {"layers": [found]}
+
+    def _first_key(self, first: int) -> str | None:
+        """A config key that gives the number of dense layers."""
+        level = self.view.levels[0]
+        return next(
+            (k for k, v in level.items() if "dense" in k and v == first and not isinstance(v, bool)), None
+        )
+
+    def _rule(self, *, only_read: bool = False) -> dict[str, Any] | None:
+        """Another family's rule that gives the layers which have experts; one whose keys are there, first."""
+        best: tuple[int, str, dict[str, Any]] | None = None
+        for name, family in self.evidence.families.items():
+            for rule in family.moe.layers:
+                if self._listed((rule,)) == list(self.facts.sparse):
+                    raw = plain(rule)
+                    keys = sorted(rule_keys(raw))
+                    present = [key for key in keys if self.view.get(key) is not None]
+                    if only_read and (not present or len(present) < len(keys)):
+                        continue
+                    rank = -10 * len(present) + len(keys)
+                    if best is None or rank < best[0]:
+                        best = (rank, name, raw)
+        if best is None:
+            return None
+        self.taken["moe.layers"] = best[1]
+        return best[2]
+
+    def _listed(self, rules: tuple[LayerRule, ...]) -> list[int] | None:
+        """The layers that rules give experts, or None where they cannot be read."""
+        resolver = Resolver(self.base.family, self.view)
+        try:
+            flags = expand_moe_layers(rules, self.view, len(self.facts.layers), resolver)
+        except RegistryError:
+            return None
+        return [i for i, flag in enumerate(flags) if flag]
+
+    def _layer_types(self) -> None:
+        listed = self.view.get("layer_types")
+        wanted = (
+            set(listed) if isinstance(listed, list) and all(isinstance(t, str) for t in listed) else set()
+        )
+        kinds = mixers(self.base)
+        reads = self.base.layer_types is not None and any(
+            getattr(rule, "key", None) == "layer_types" for rule in self.base.layer_types
+        )
+        if reads and wanted <= {*kinds}:
+            return
+        if len(wanted) > 1:
+            self._take_types(wanted)
+        elif self.base.layer_types is not None and not self._types_fit(kinds):
+            self.change["layer_types"] = None
+
+    def _types_fit(self, kinds: Mapping[str, Any]) -> bool:
+        resolver = Resolver(self.base.family, self.view)
+        try:
+            types = expand_types(self.base.layer_types, self.view, len(self.facts.layers), resolver)
+        except RegistryError:
+            return False
+        return set(types) <= set(kinds) or "" in kinds
+
+    def _take_types(self, wanted: set[str]) -> None:
+        """The simplest way in which another family reads these layer types."""
+        usual = self.base.attention is not None
+        best: tuple[int, str, Family] | None = None
+        for name, family in self.evidence.families.items():
+            reads = any(getattr(rule, "key", None) == "layer_types" for rule in family.layer_types or ())
+            if reads and wanted <= set(family.variants) and (usual or family.attention is not None):
+                size = len(str([plain(family.variants[t]) for t in sorted(wanted)]))
+                if best is None or size < best[0]:
+                    best = (size, name, family)
+        if best is None:
+            return
+        _, name, family = best
+        self.taken["layer_types"] = name
+        self.change["layer_types"] = ["layer_types"]
+        self.change["variants"] = {t: plain(family.variants[t]) for t in sorted(wanted)}
+
+    # What tensors are called.
+
+    def _frame(self) -> None:
+        outside, prefix = self.facts.outside, self.facts.prefix
+        root, _, layers = prefix.rpartition(".")
+        if not root:
+            return
+        head = outside.get("head", "")
+        wrapper = _shared(root, head)
+        inner = root.removeprefix(f"{wrapper}.") if wrapper else root
+        names = self.base.names
+        wanted: dict[str, Any] = {"wrapper": wrapper, "root": inner, "layers": layers}
+        for role in ("embed", "norm"):
+            if role in outside:
+                wanted[role] = outside[role].removeprefix(f"{root}.")
+        changed = {k: v for k, v in wanted.items() if getattr(names, k) != v}
+        if changed:
+            self.change["names"] = changed
+        path = head.removeprefix(f"{wrapper}.") if wrapper else head
+        if head and path != self.base.head.path:
+            put(self.change, "head.path", path)
+
+    def _names(self, plan: Plan) -> None:
+        facts, base = self.facts, self.base
+        self._block()
+        checkpoint: dict[str, Any] = {}
+        if base.checkpoint.conversions:
+            checkpoint["conversions"] = [
+                raw
+                for raw in plain(base.checkpoint.conversions)
+                if "rename" not in raw and self._matches(raw)
+            ]
+        if facts.experts is not None:
+            layout = dict(facts.experts.layout)
+            others = [{"kind": "per_expert"}] if layout["kind"] != "per_expert" else [{"kind": "stacked"}]
+            usual = f"{facts.moe_path}.experts" if facts.moe_path else "experts"
+            names = layout.get("projections")
+            if names is not None and names != list(base.checkpoint.projections):
+                checkpoint["projections"] = names
+            layout.pop("projections", None)
+            if layout["path"] == usual:
+                del layout["path"]
+            standard = layout in ({"kind": "per_expert"}, {"kind": "stacked"})
+            if not standard or base.checkpoint.experts is not None:
+                checkpoint["experts"] = [layout, *others]
+            self._moe(plan)
+        if facts.dense is not None:
+            self._mlp("dense", facts.dense, base.dense)
+        if checkpoint:
+            self.change["checkpoint"] = checkpoint
+        self._output_norm()
+
+    def _matches(self, raw: Mapping[str, Any]) -> bool:
+        """Whether an operation of the base finds a tensor."""
+        source = next((str(raw[k]) for k in ("split", "conv", "reshape", "pick", "from") if k in raw), "")
+        text = f"{self.facts.prefix}.{{layer}}{source}" if source.startswith(".") else source
+        pattern = PathPattern(text if text.endswith("*") else f"{text}*")
+        return any(
+            pattern.matches(f"{self.facts.prefix}.{i}.{name}")
+            for i, tensors in self.facts.layers.items()
+            for name in tensors
+        )
+
+    def _output_norm(self) -> None:
+        """A norm that only layers with experts have stands on what their block gives."""
+        name = self.facts.output_norm
+        if name is not None and self.base.moe.output_norm is None and self.facts.moe_path:
+            put(self.change, "moe.output_norm", name)
+            kept = get(self.change, "checkpoint.conversions")
+            rest = plain(self.base.checkpoint.conversions) if kept is None else kept
+            rename = {"rename": f".{name}", "to": f".{self.facts.moe_path}.{name}"}
+            put(self.change, "checkpoint.conversions", [*rest, rename])
+
+    def _block(self) -> None:
+        base, norms = self.base.block, set(self.facts.norms)
+        if base.kind != "standard" or not norms or {getattr(base, p) for p in _PLACES} - {None} == norms:
+            return
+        for name, family in self.evidence.families.items():
+            block = family.block
+            if block.kind == "standard" and {getattr(block, p) for p in _PLACES} - {None} == norms:
+                self.taken["block"] = name
+                places = {p: getattr(block, p) for p in _PLACES}
+                break
+        else:
+            places = _by_words(sorted(norms))
+        self.change["block"] = {p: v for p, v in places.items() if getattr(base, p) != v}
+        if base.parallel != (len(norms) == 1):
+            self.change["block"]["parallel"] = len(norms) == 1
+
+    def _moe(self, plan: Plan) -> None:
+        facts, moe = self.facts, self.base.moe
+        change: dict[str, Any] = {}
+        if facts.moe_path != moe.path:
+            change["path"] = facts.moe_path
+        if facts.router is not None and facts.router != moe.router.path:
+            put(change, "router.path", facts.router)
+        if facts.shared is not None:
+            have = moe.shared
+            shared: dict[str, Any] = {} if have is not None else self._new_shared(facts.shared)
+            self._mlp_names(shared, facts.shared, have)
+            if have is None or have.path != facts.shared.path:
+                shared["path"] = facts.shared.path
+            if facts.shared_gate is not None and (have is None or have.gate != facts.shared_gate):
+                shared["gate"] = facts.shared_gate
+            if shared or have is None:
+                change["shared"] = shared
+        self.change["moe"] = merge(self.change.get("moe", {}), change)
+
+    def _mlp(self, section: str, mlp: Mlp, have: Any) -> None:
+        change: dict[str, Any] = dict(self.change.get(section) or {})
+        if (have is None and mlp.path != "mlp") or (have is not None and have.path != mlp.path):
+            change["path"] = mlp.path
+        self._mlp_names(change, mlp, have)
+        if change or have is None:
+            self.change[section] = change
+
+    def _mlp_names(self, change: dict[str, Any], mlp: Mlp, have: Any) -> None:
+        if len(mlp.names) == 3:
+            usual = ("gate_proj", "up_proj", "down_proj") if have is None else have.names
+            if tuple(mlp.names) != tuple(usual):
+                change["names"] = list(mlp.names)
+        elif mlp.fused and (have is None or not have.fused):
+            change["fused"] = True
+            change["names"] = [mlp.names[0], "up_proj", mlp.names[1]]
+
+    def _new_shared(self, mlp: Mlp) -> dict[str, Any]:
+        """A shared expert that the base does not have: its width from the config."""
+        assert self.facts.experts is not None
+        unit = self.facts.experts.width
+        for key, value in self.view.levels[0].items():
+            if isinstance(value, int) and not isinstance(value, bool) and "shared" in key:
+                if value == mlp.width and value > 16:
+                    return {"width": {"from": key}}
+                if value * unit == mlp.width:
+                    return {"count": {"from": key}}
+                if value == mlp.width:
+                    return {"width": {"from": key}}
+        return {"width": mlp.width} if mlp.width != unit else {}
+
+    # What exists.
+
+    def _switches(self, plan: Plan) -> None:
+        facts = self.facts
+        moe = next((layer.moe for layer in plan.layers if layer.moe is not None), None)
+        if moe is not None and facts.experts is not None:
+            self._routing(moe)
+        if facts.attention and not facts.latent:
+            for kind in facts.attention:
+                self._attention(kind, plan)
+        dense = next((layer.dense for layer in plan.layers if layer.dense is not None), None)
+        if facts.dense is not None and dense is not None and facts.dense.bias != dense.bias:
+            put(self.change, "dense.bias", self._mlp_bias(facts.dense.bias))
+        if facts.norm_bias != (plan.norm.kind == "layer"):
+            put(self.change, "norm.kind", "layer" if facts.norm_bias else "rms")
+        tied = "head" not in facts.outside
+        if facts.outside and plan.head.tied != tied and tied:
+            put(self.change, "head.tied", True)
+
+    def _routing(self, moe: Any) -> None:
+        facts, router = self.facts, moe.router
+        experts = facts.experts
+        assert experts is not None
+        if facts.router_bias != router.bias:
+            put(self.change, "moe.router.bias", facts.router_bias)
+        have = router.selection_bias if router.selection_bias and router.selection_bias.enabled else None
+        if facts.selection_bias is None and have is not None:
+            put(self.change, "moe.router.selection_bias", None)
+        elif facts.selection_bias is not None and (have is None or self._misplaced(have.path)):
+            put(self.change, "moe.router.selection_bias", {"path": facts.selection_bias, "enabled": True})
+            if facts.flat_bias:
+                kept = get(self.change, "checkpoint.conversions")
+                rest = plain(self.base.checkpoint.conversions) if kept is None else kept
+                stored = "".join(f".{part}" for part in (facts.moe_path, facts.selection_bias) if part)
+                put(self.change, "checkpoint.conversions", [*rest, {"reshape": stored}])
+        bias = get(self.change, "moe.router.selection_bias.path")
+        path = get(self.change, "moe.router.path") or router.path
+        if isinstance(bias, str) and bias.startswith(f"{path}.") and router.quantizable:
+            put(self.change, "moe.router.quantizable", False)
+        if facts.shared is None and moe.shared is not None and moe.shared.exists:
+            put(self.change, "moe.shared", None)
+        shared = get(self.change, "moe.shared")
+        gated = moe.shared is not None and moe.shared.gate is not None
+        if facts.shared is not None:
+            if facts.shared_gate is None and gated:
+                put(self.change, "moe.shared", {**(shared or {}), "gate": None, "combine": "sum"})
+            elif facts.shared_gate is not None and not gated:
+                put(self.change, "moe.shared", {**(shared or {}), "combine": "sigmoid_gate"})
+            width = (moe.shared.width or 0) * moe.shared.count if moe.shared is not None else None
+            if width is not None and width != facts.shared.width:
+                new = self._new_shared(facts.shared)
+                missing = {"count": 1} if "count" not in new else {"width": None}
+                put(self.change, "moe.shared", {**(get(self.change, "moe.shared") or {}), **missing, **new})
+        shared = facts.shared
+        if shared is not None and shared.bias != (moe.shared.bias if moe.shared is not None else False):
+            put(self.change, "moe.shared.bias", self._mlp_bias(shared.bias))
+        if experts.bias != moe.experts.bias:
+            put(self.change, "moe.experts.bias", experts.bias)
+        kind = "glu" if experts.gated else "mlp"
+        if kind != moe.experts.kind:
+            put(self.change, "moe.experts.kind", kind)
+
+    def _misplaced(self, path: str) -> bool:
+        """Whether the base's name for a leaf of the MoE block is not on disk and nothing renames to it."""
+        if path == self.facts.selection_bias:
+            return False
+        renames = [raw for raw in plain(self.base.checkpoint.conversions) if "rename" in raw]
+        kept = get(self.change, "checkpoint.conversions") is None
+        return not (kept and any(str(raw["to"]).endswith(path) for raw in renames))
+
+    def _attention(self, kind: Attention, plan: Plan) -> None:
+        mixers_here = [layer.mixer for layer in plan.layers if isinstance(layer.mixer, GqaSpec)]
+        if not mixers_here:
+            if all(layer.mixer is not None for layer in plan.layers) and len(self.facts.attention) == 1:
+                # Nothing of another mixer's holds for grouped queries.
+                self.change["attention"] = {"kind": "gqa", "rope": {"style": "half"}, **_gqa(kind)}
+                self.change["layer_types"] = self.change.get("layer_types")
+            return
+        have, change = mixers_here[0], dict(self.change.get("attention") or {})
+        for field, fact in (("qkv_bias", kind.qkv_bias), ("out_bias", kind.out_bias)):
+            if getattr(have, field) != fact:
+                change[field] = self._bias(fact)
+        norm = have.qk_norm if have.qk_norm is not None and have.qk_norm.enabled else None
+        if kind.norms is None and norm is not None and norm.weight:
+            change["qk_norm"] = None
+        elif kind.norms is not None and (
+            norm is None or (norm.over, norm.q, norm.k) != tuple(kind.norms[k] for k in ("over", "q", "k"))
+        ):
+            change["qk_norm"] = {
+                k: v for k, v in kind.norms.items() if k == "over" or v != f"{k}_norm" or norm is not None
+            }
+            if norm is not None:
+                change["qk_norm"]["enabled"] = True
+        if kind.path != have.path:
+            change["path"] = kind.path
+        usual = have.names
+        names = {r: n for r, n in kind.names.items() if getattr(usual, r) != n}
+        if usual.qkv is not None and "qkv" not in kind.names:
+            names["qkv"] = None
+        if names:
+            change["names"] = names
+        if kind.sinks != have.sinks:
+            change["sinks"] = kind.sinks
+        for leaf in kind.rest:
+            if leaf not in _strings(plain(have)):
+                self._take_leaf(leaf, change, set(kind.rest))
+        if have.gate is not None and have.gate.path is not None and have.gate.path not in kind.rest:
+            change["gate"] = None
+        if change:
+            self.change["attention"] = change
+
+    def _bias(self, fact: bool) -> Any:
+        key = next((key for key in _BIAS_KEYS if self.view.get(key) is fact), None)
+        return {"from": key} if key else fact
+
+    def _mlp_bias(self, fact: bool) -> Any:
+        key = next((key for key in ("mlp_bias", "use_bias", "bias") if self.view.get(key) is fact), None)
+        return {"from": key} if key else fact
+
+    def _take_leaf(self, leaf: str, change: dict[str, Any], present: set[str]) -> None:
+        for reading in self.evidence.by_leaf.get(leaf, ()):
+            section, _, field = reading.path.partition(".")
+            of_kind = isinstance(self.evidence.families[reading.family].attention, GqaSpec)
+            part = reading.value if isinstance(reading.value, dict) else {}
+            names = {part[key] for key in ("path", "bias") if part.get(key) is not None}
+            if section == "attention" and of_kind and names <= present:
+                change[field] = reading.value
+                self.taken[reading.path] = reading.family
+                return
+
+    # Keys that the base does not read and another family does.
+
+    def read_more(self, unread: Iterable[str]) -> None:
+        """Read config keys that the base does not read, as another family reads them.
+
+        Args:
+            unread: the keys.
+        """
+        for key in unread:
+            for reading in self.evidence.reading(key)[:6]:
+                if self._try_reading(reading.path, reading.value):
+                    self.taken[reading.path] = reading.family
+                    self.read[key] = (reading.path, reading.family)
+                    break
+            else:
+                path = next((path for words, path in WORDS if re.fullmatch(words, key)), None)
+                if path is None or stated(node_at(self.family(), path), self.view) is not None:
+                    continue
+                if self._try_reading(path, {"from": key, **_fallback(path)}):
+                    self.read[key] = (path, "its name")
+
+    def _try_reading(self, path: str, value: Any) -> bool:
+        """Take a reading over where the result can still be resolved."""
+        node: Any = self.family()
+        for part in path.split(".")[:-1]:
+            node = getattr(node, part, None)
+            if node is None:
+                return False
+        if not hasattr_field(node, path.rpartition(".")[2]):
+            return False
+        before = _copied(self.change)
+        put(self.change, path, value)
+        try:
+            resolve(self.family(), self.view.levels[-1])
+        except (RegistryError, ValueError):
+            self.change = before
+            return False
+        return True
+
+
+def _fallback(path: str) -> dict[str, Any]:
+    """What a key that is left out means at a place."""
+    if path.endswith(("multiplier", "scale")):
+        return {"default": 1.0}
+    return {"default": 0.0} if path.endswith("softcap") else {}
+
+
+def hasattr_field(node: Any, name: str) -> bool:
+    """Whether a section of a family file has a key of this name."""
+    return name in type(node).model_fields
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    return [_copied(v) for v in value] if isinstance(value, list) else value
+
+
+def _strings(value: Any) -> set[str]:
+    if isinstance(value, str):
+        return {value}
+    inner: Iterable[Any] = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    )
+    return {text for each in inner for text in _strings(each)}
+
+
+def _gqa(kind: Attention) -> dict[str, Any]:
+    made: dict[str, Any] = {"path": kind.path, "qkv_bias": kind.qkv_bias, "out_bias": kind.out_bias}
+    usual = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+    names = {role: name for role, name in kind.names.items() if usual.get(role) != name}
+    if names:
+        made["names"] = names
+    if kind.norms is not None:
+        made["qk_norm"] = kind.norms
+    if kind.sinks is not None:
+        made["sinks"] = kind.sinks
+    return made
+
+
+def _shared(root: str, head: str) -> str:
+    """The module that holds both the decoder and its head."""
+    parts = []
+    for a, b in zip(root.split(".")[:-1], head.split(".")[:-1], strict=False):
+        if a != b:
+            break
+        parts.append(a)
+    return ".".join(parts)
+
+
+def _by_words(names: list[str]) -> dict[str, str | None]:
+    """Places of norms by what their names say."""
+    places: dict[str, str | None] = dict.fromkeys(_PLACES)
+    if len(names) == 1:
+        return {**places, "pre_mixer": names[0]}
+    for name in names:
+        mlp = bool(re.search(r"ffn|mlp|feedforward|feed_forward|_2$", name))
+        post = bool(re.search(r"post|output|after", name))
+        others = [n for n in names if n != name]
+        before = any(re.search(r"pre\w*(mlp|ffn|feed)", n) for n in others)
+        if (
+            name == "post_attention_layernorm"
+            and any(re.search("input|pre", n) for n in others)
+            and not before
+        ):
+            mlp, post = True, False
+        places[f"{'post' if post else 'pre'}_{'mlp' if mlp else 'mixer'}"] = name
+    return places
