@@ -122,7 +122,7 @@ class Catalog:
         if name not in self.entries and name in self.broken:
             raise self.broken[name]
         if name not in self.entries:
-            near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(name.lower(), self.entries, n=3, cutoff=0.4)
             short = [f"{folder / name}.yml" for folder in self.folders if (folder / f"{name}.yml").exists()]
             raise UnknownFamilyError(
                 f"no family is called '{name}'",
@@ -229,7 +229,10 @@ class Catalog:
                 hint=f"that holds for {versions_here()}; a later version may read it",
             )
         near = difflib.get_close_matches(str(config.get("model_type", "")), self.entries, n=3, cutoff=0.5)
-        if len(config) > len(levels) and not signs_of_experts(config):
+        sized = any(
+            level.get(key) is not None for level in levels for key in ("hidden_size", "d_model", "n_embd")
+        )
+        if sized and not signs_of_experts(config):
             raise UnknownFamilyError(
                 "config.json states no experts: a dense model",
                 where="config.json",
@@ -271,10 +274,23 @@ def mixers(family: Family, lines: Lines | None = None, path: Path | None = None)
             found[name] = _mixer().validate_python(merge(raw, change))
         except ValidationError as error:
             file = path or Path(f"{family.family}.yaml")
+            if base is not None and base.kind != "gqa" and ("attention", "kind") in (lines or {}):
+                raise _ill_matched(base.kind, name, lines or {}, file) from error
             raise spec_error(error, lines or {}, file, ("variants", name)) from error
     if base is not None:
         found.setdefault("", base)
     return found
+
+
+def _ill_matched(kind: str, variant: str, lines: Lines, path: Path) -> SpecError:
+    """The error about attention of a kind that a variant, perhaps an inherited one, does not fit."""
+    near = difflib.get_close_matches(kind, ("gqa", "mla"), n=1, cutoff=0.6)
+    return SpecError(
+        f"attention of the kind '{kind}' does not go with what 'variants.{variant}' changes of it",
+        where=at(lines, ("attention", "kind"), path),
+        expected="a kind that has these keys, or variants that are stated anew",
+        hint=f"did you mean {near[0]}?" if near else f"state `variants: {{{variant}: …}}` in this file too",
+    )
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +133,11 @@ def _hint(found: Any, expected: list[str]) -> str:
         return f"YAML reads {found} as text; write {float(found):.6e}".replace("000000e", "0e")
     if expected == ["text"] and isinstance(found, bool | int | float):
         return "put it in quotes"
+    options = re.findall(r"'([^']+)'", " ".join(expected)) or re.split(r"[ ,]+", " ".join(expected))
+    given = found.get("kind") if isinstance(found, dict) else found
+    near = difflib.get_close_matches(given, options, n=1, cutoff=0.6) if isinstance(given, str) else []
+    if near:
+        return f"did you mean {near[0]}?"
     if expected == ["a list"]:
         return "put it in brackets: [a, b]"
     return "`registry schema` prints what each key takes"

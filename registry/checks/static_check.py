@@ -84,6 +84,11 @@ def _check_family(family: Family, catalog: Catalog, report: FastReport) -> None:
     check_names(plan, catalog.path(family.family))
     if not plan.moe_layers:
         report.add(family.family, "the tiny model has no MoE layer; state one under `example`")
+    for entry in catalog.entries.values():
+        both = set(entry.model_types) & set(family.model_types)
+        if entry.name != family.family and both and entry.when is None and family.when is None:
+            names = ", ".join(sorted(both))
+            report.add(family.family, f"'{entry.name}' answers to model_type {names} too ({entry.path})")
     found = catalog.resolve(config).name
     if found != family.family:
         report.add(family.family, f"its own tiny config resolves to '{found}'")

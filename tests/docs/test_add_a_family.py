@@ -64,6 +64,19 @@ def test_the_new_family_matches_the_original(folder: Path) -> None:
     assert result.logits < 1e-5
 
 
+def test_what_the_draft_guessed_is_right(folder: Path) -> None:
+    from mlx_experts.engine.models.known_families import catalog
+    from mlx_experts.engine.tools.drafts.draft import draft_family
+    from mlx_experts.engine.tools.parity import against_arrays
+    from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
+
+    draft = draft_family(Checkpoint.open(folder / "mystery"), catalog())
+    families = folder / "my_families"
+    families.mkdir()
+    (families / "birch_moe.yaml").write_text(draft.to_yaml())
+    assert against_arrays(folder / "mystery", folder / "answers.npz", (families,)).logits < 1e-5
+
+
 @pytest.mark.report("M10")
 def test_a_mistake_is_told_with_the_first_layer_that_departs(folder: Path) -> None:
     families = folder / "my_families"

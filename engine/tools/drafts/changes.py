@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlx_experts.engine.tools.drafts.constants import node_at, rule_keys, stated
-from mlx_experts.engine.tools.drafts.evidence import Evidence, get, plain, put
+from mlx_experts.engine.tools.drafts.constants import rule_keys
+from mlx_experts.engine.tools.drafts.evidence import Evidence, get, is_gqa, plain, put
 from mlx_experts.engine.tools.drafts.facts import (
     EXPERT_KEYS,
     HEAD_KEYS,
@@ -18,6 +18,7 @@ from mlx_experts.engine.tools.drafts.facts import (
     Mlp,
     first_of,
 )
+from mlx_experts.engine.tools.drafts.naming import PLACES, by_words, gqa, holder
 from mlx_experts.registry.catalog.catalog import merge, mixers
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.errors import RegistryError
@@ -62,19 +63,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "layer_norm_eps"),
 }
 _BIAS_KEYS = ("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "use_bias", "bias")
-# What a key is for where its name says so and no family reads it.
-WORDS = (
-    (r"(moe_)?rout\w*_scal\w+|route_scale|scal\w+_rout\w+", "moe.router.scale"),
-    (r"(moe_)?(norm|renorm)\w*_top_?k\w*|route_norm|renormalize\w*", "moe.router.renormalize.enabled"),
-    (r"(moe_)?(router_)?(score|scoring|gating)_func\w*", "moe.router.score"),
-    (r"embed\w*_(multiplier|scale)", "embedding.multiplier"),
-    (r"residual_(multiplier|scale)", "block.residual_multiplier"),
-    (r"attention_multiplier", "attention.scale"),
-    (r"logits_scaling", "head.divisor"),
-    (r"logits?_scale", "head.multiplier"),
-    (r"(final_)?logits?_soft_?cap\w*", "head.softcap"),
-)
-_PLACES = ("pre_mixer", "post_mixer", "pre_mlp", "post_mlp")
 
 
 class Fitting:
@@ -295,7 +283,7 @@ class Fitting:
         if not root:
             return
         head = outside.get("head", "")
-        wrapper = _shared(root, head)
+        wrapper = holder(root, head)
         inner = root.removeprefix(f"{wrapper}.") if wrapper else root
         names = self.base.names
         wanted: dict[str, Any] = {"wrapper": wrapper, "root": inner, "layers": layers}
@@ -362,16 +350,16 @@ class Fitting:
 
     def _block(self) -> None:
         base, norms = self.base.block, set(self.facts.norms)
-        if base.kind != "standard" or not norms or {getattr(base, p) for p in _PLACES} - {None} == norms:
+        if base.kind != "standard" or not norms or {getattr(base, p) for p in PLACES} - {None} == norms:
             return
         for name, family in self.evidence.families.items():
             block = family.block
-            if block.kind == "standard" and {getattr(block, p) for p in _PLACES} - {None} == norms:
+            if block.kind == "standard" and {getattr(block, p) for p in PLACES} - {None} == norms:
                 self.taken["block"] = name
-                places = {p: getattr(block, p) for p in _PLACES}
+                places = {p: getattr(block, p) for p in PLACES}
                 break
         else:
-            places = _by_words(sorted(norms))
+            places = by_words(sorted(norms))
         self.change["block"] = {p: v for p, v in places.items() if getattr(base, p) != v}
         if base.parallel != (len(norms) == 1):
             self.change["block"]["parallel"] = len(norms) == 1
@@ -501,7 +489,7 @@ class Fitting:
         if not mixers_here:
             if all(layer.mixer is not None for layer in plan.layers) and len(self.facts.attention) == 1:
                 # Nothing of another mixer's holds for grouped queries.
-                self.change["attention"] = {"kind": "gqa", "rope": {"style": "half"}, **_gqa(kind)}
+                self.change["attention"] = {"kind": "gqa", "rope": {"style": "half"}, **gqa(kind)}
                 self.change["layer_types"] = self.change.get("layer_types")
             return
         have, change = mixers_here[0], dict(self.change.get("attention") or {})
@@ -522,11 +510,14 @@ class Fitting:
         if kind.path != have.path:
             change["path"] = kind.path
         usual = have.names
-        names = {r: n for r, n in kind.names.items() if getattr(usual, r) != n}
-        if usual.qkv is not None and "qkv" not in kind.names:
-            names["qkv"] = None
+        names = {
+            role: kind.names.get(role)
+            for role in ("o", "qkv")
+            if kind.names.get(role) != getattr(usual, role)
+        }
         if names:
             change["names"] = names
+        self._rename_projections(kind)
         if kind.sinks != have.sinks:
             change["sinks"] = kind.sinks
         for leaf in kind.rest:
@@ -536,6 +527,18 @@ class Fitting:
             change["gate"] = None
         if change:
             self.change["attention"] = change
+
+    def _rename_projections(self, kind: Attention) -> None:
+        """Projections have one name in the module tree; the checkpoint's are renamed to it."""
+        kept = get(self.change, "checkpoint.conversions")
+        rest = plain(self.base.checkpoint.conversions) if kept is None else kept
+        more = [
+            {"rename": f".{kind.path}.{name}", "to": f".{kind.path}.{role}_proj"}
+            for role, name in kind.names.items()
+            if role in "qkv" and len(role) == 1 and name != f"{role}_proj"
+        ]
+        if [each for each in more if each not in rest]:
+            put(self.change, "checkpoint.conversions", [*rest, *more])
 
     def _bias(self, fact: bool) -> Any:
         key = next((key for key in _BIAS_KEYS if self.view.get(key) is fact), None)
@@ -548,70 +551,13 @@ class Fitting:
     def _take_leaf(self, leaf: str, change: dict[str, Any], present: set[str]) -> None:
         for reading in self.evidence.by_leaf.get(leaf, ()):
             section, _, field = reading.path.partition(".")
-            of_kind = isinstance(self.evidence.families[reading.family].attention, GqaSpec)
+            of_kind = is_gqa(self.evidence.families[reading.family].attention)
             part = reading.value if isinstance(reading.value, dict) else {}
             names = {part[key] for key in ("path", "bias") if part.get(key) is not None}
             if section == "attention" and of_kind and names <= present:
                 change[field] = reading.value
                 self.taken[reading.path] = reading.family
                 return
-
-    # Keys that the base does not read and another family does.
-
-    def read_more(self, unread: Iterable[str]) -> None:
-        """Read config keys that the base does not read, as another family reads them.
-
-        Args:
-            unread: the keys.
-        """
-        for key in unread:
-            for reading in self.evidence.reading(key)[:6]:
-                if self._try_reading(reading.path, reading.value):
-                    self.taken[reading.path] = reading.family
-                    self.read[key] = (reading.path, reading.family)
-                    break
-            else:
-                path = next((path for words, path in WORDS if re.fullmatch(words, key)), None)
-                if path is None or stated(node_at(self.family(), path), self.view) is not None:
-                    continue
-                if self._try_reading(path, {"from": key, **_fallback(path)}):
-                    self.read[key] = (path, "its name")
-
-    def _try_reading(self, path: str, value: Any) -> bool:
-        """Take a reading over where the result can still be resolved."""
-        node: Any = self.family()
-        for part in path.split(".")[:-1]:
-            node = getattr(node, part, None)
-            if node is None:
-                return False
-        if not hasattr_field(node, path.rpartition(".")[2]):
-            return False
-        before = _copied(self.change)
-        put(self.change, path, value)
-        try:
-            resolve(self.family(), self.view.levels[-1])
-        except (RegistryError, ValueError):
-            self.change = before
-            return False
-        return True
-
-
-def _fallback(path: str) -> dict[str, Any]:
-    """What a key that is left out means at a place."""
-    if path.endswith(("multiplier", "scale")):
-        return {"default": 1.0}
-    return {"default": 0.0} if path.endswith("softcap") else {}
-
-
-def hasattr_field(node: Any, name: str) -> bool:
-    """Whether a section of a family file has a key of this name."""
-    return name in type(node).model_fields
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    return [_copied(v) for v in value] if isinstance(value, list) else value
 
 
 def _strings(value: Any) -> set[str]:
@@ -621,46 +567,3 @@ def _strings(value: Any) -> set[str]:
         value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     )
     return {text for each in inner for text in _strings(each)}
-
-
-def _gqa(kind: Attention) -> dict[str, Any]:
-    made: dict[str, Any] = {"path": kind.path, "qkv_bias": kind.qkv_bias, "out_bias": kind.out_bias}
-    usual = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
-    names = {role: name for role, name in kind.names.items() if usual.get(role) != name}
-    if names:
-        made["names"] = names
-    if kind.norms is not None:
-        made["qk_norm"] = kind.norms
-    if kind.sinks is not None:
-        made["sinks"] = kind.sinks
-    return made
-
-
-def _shared(root: str, head: str) -> str:
-    """The module that holds both the decoder and its head."""
-    parts = []
-    for a, b in zip(root.split(".")[:-1], head.split(".")[:-1], strict=False):
-        if a != b:
-            break
-        parts.append(a)
-    return ".".join(parts)
-
-
-def _by_words(names: list[str]) -> dict[str, str | None]:
-    """Places of norms by what their names say."""
-    places: dict[str, str | None] = dict.fromkeys(_PLACES)
-    if len(names) == 1:
-        return {**places, "pre_mixer": names[0]}
-    for name in names:
-        mlp = bool(re.search(r"ffn|mlp|feedforward|feed_forward|_2$", name))
-        post = bool(re.search(r"post|output|after", name))
-        others = [n for n in names if n != name]
-        before = any(re.search(r"pre\w*(mlp|ffn|feed)", n) for n in others)
-        if (
-            name == "post_attention_layernorm"
-            and any(re.search("input|pre", n) for n in others)
-            and not before
-        ):
-            mlp, post = True, False
-        places[f"{'post' if post else 'pre'}_{'mlp' if mlp else 'mixer'}"] = name
-    return places

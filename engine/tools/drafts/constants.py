@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_experts.engine.tools.drafts.evidence import Evidence, get, plain, put, take_out
+from mlx_experts.engine.tools.drafts.evidence import Evidence, get, is_gqa, plain, put, take_out
 from mlx_experts.engine.tools.drafts.facts import Facts
 from mlx_experts.registry.catalog.config_view import ConfigView
-from mlx_experts.registry.spec.family import Family, GqaSpec
+from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec
 
 # Numbers and switches that most families do without; each goes back to what the language gives it.
@@ -88,8 +88,8 @@ def set_aside(
         raw: the mapping, changed in place.
         kin: the base and the checkpoint are named alike, so that how norms are stored is taken from it.
     """
-    gqa = isinstance(family.attention, GqaSpec)
-    kin = kin and facts.norm_mean is None
+    gqa = is_gqa(family.attention)
+    named_alike, kin = kin, kin and facts.norm_mean is None
     for path in USUAL:
         if path.startswith("attention.") and not (gqa or path.startswith("attention.rope.")):
             continue
@@ -104,7 +104,7 @@ def set_aside(
         put(raw, "norm", {**(raw.get("norm") or {}), "offset": "run" if offset == "none" else offset})
         if family.norm.uncentred:
             put(raw, "norm.uncentred", plain(family.norm.uncentred))
-    _router(raw, family, facts, view)
+    _router(raw, family, facts, view, named_alike)
     if facts.experts is not None and facts.experts.certain is not None:
         _norm(raw, family, facts, view, kin)
     _types(raw, family, view)
@@ -119,14 +119,14 @@ def first_object(view: ConfigView) -> bool:
     return any(isinstance(view.get(key), dict) for key in _ROPE_OBJECTS)
 
 
-def _router(raw: dict[str, Any], family: Family, facts: Facts, view: ConfigView) -> None:
+def _router(raw: dict[str, Any], family: Family, facts: Facts, view: ConfigView, kin: bool) -> None:
     """Score and renormalizing, where no key states them: what most routers of this kind do."""
     router = family.moe.router
     if router.kind != "standard" or facts.experts is None:
         return
     if stated(router.score, view) is None:
         put(raw, "moe.router.score", "sigmoid" if facts.selection_bias else "softmax")
-    if stated(router.renormalize, view) is None and router.order == "score_then_topk":
+    if stated(router.renormalize, view) is None and router.order == "score_then_topk" and not kin:
         put(raw, "moe.router.renormalize", {"enabled": True})
     if router.select != "topk" and stated(router.options, view) is None:
         take_out(raw, "moe.router.select")
@@ -144,7 +144,7 @@ def _norm(raw: dict[str, Any], family: Family, facts: Facts, view: ConfigView, k
 
 def _types(raw: dict[str, Any], family: Family, view: ConfigView) -> None:
     """Layer types whose rules read nothing that the config has."""
-    if family.layer_types is None or family.attention is None or not isinstance(family.attention, GqaSpec):
+    if family.layer_types is None or not is_gqa(family.attention):
         return
     keys = {key for rule in family.layer_types for key in rule_keys(plain(rule))}
     windows = {key for change in family.variants.values() for key in reads(change)}

@@ -21,6 +21,7 @@ from mlx_experts.engine.tools.drafts.changes import Fitting
 from mlx_experts.engine.tools.drafts.constants import set_aside
 from mlx_experts.engine.tools.drafts.evidence import Evidence, alike, get, plain
 from mlx_experts.engine.tools.drafts.facts import Facts, read_facts
+from mlx_experts.engine.tools.drafts.keys import read_more
 from mlx_experts.engine.tools.drafts.original import Original
 from mlx_experts.engine.tools.drafts.questions import Answered, Question, neutral, questions, unread_keys
 from mlx_experts.engine.tools.inspect import Inspection, inspect_checkpoint
@@ -161,7 +162,7 @@ def draft_family(
         candidate
         for base in nearest
         for on_disk in (False, True)
-        if (candidate := _fitted(base, facts, view, evidence, on_disk, label)) is not None
+        if (candidate := _fitted(base, facts, view, evidence, on_disk, label, base == claimed)) is not None
     ]
     for candidate in tried:
         if isinstance(checkpoint, Checkpoint):
@@ -263,13 +264,17 @@ def _distance(base: str, facts: Facts, view: ConfigView, evidence: Evidence, lab
 
 
 def _fitted(
-    base: str, facts: Facts, view: ConfigView, evidence: Evidence, on_disk: bool, label: str
+    base: str, facts: Facts, view: ConfigView, evidence: Evidence, on_disk: bool, label: str, own: bool
 ) -> _Candidate | None:
-    """A base with its change; None where it cannot be made to fit."""
+    """A base with its change; None where it cannot be made to fit.
+
+    Args:
+        own: the base describes the checkpoint already, so that its constants are the checkpoint's.
+    """
     fitting = Fitting(base, facts, view, evidence)
     try:
         fitting.fit(names_on_disk=on_disk)
-        fitting.read_more(key for key, _ in unread_keys(config_keys(fitting.family()), view))
+        read_more(fitting, [key for key, _ in unread_keys(config_keys(fitting.family()), view)])
         family = fitting.family()
     except (RegistryError, ValidationError):
         return None
@@ -281,7 +286,8 @@ def _fitted(
             *(f"{g}*" for g in facts.groups if not any(k.startswith(g) for k in known)),
         ]
     kin = max(alike(label, n) for n in (base, *family.model_types)) > 0.6
-    set_aside(raw, family, facts, view, evidence, kin)
+    if not own:
+        set_aside(raw, family, facts, view, evidence, kin)
     try:
         family = Family.model_validate(raw)
         resolve(family, view.levels[-1])
@@ -379,10 +385,10 @@ def _section(info: Any) -> Any:
     if info is None:
         return None
     options = [info.annotation, *getattr(info.annotation, "__args__", ())]
-    return next((o for o in options if hasattr_fields(o)), None)
+    return next((o for o in options if is_section(o)), None)
 
 
-def hasattr_fields(kind: Any) -> bool:
+def is_section(kind: Any) -> bool:
     """Whether a type is a section of a family file."""
     return isinstance(kind, type) and issubclass(kind, Spec)
 

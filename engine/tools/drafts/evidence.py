@@ -40,6 +40,11 @@ def plain(value: Any, *, whole: bool = False) -> Any:
     return value
 
 
+def is_gqa(mixer: Any) -> bool:
+    """Whether a family's mixer is grouped-query attention."""
+    return mixer is not None and mixer.kind == "gqa"
+
+
 def get(data: Any, path: str) -> Any:
     """What stands at a dotted path of nested mappings; None where nothing does."""
     for part in path.split("."):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def original(model_type: str) -> Original:
             if near
             else "give the value of `model_type` in config.json",
         )
-    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    # As config.json would hold them: keys are text.
+    defaults = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
     defaults["model_type"] = model_type
     entries = list(_entries(model_type))
     return Original(

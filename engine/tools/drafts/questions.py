@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_experts.engine.tools.drafts.constants import node_at, stated
-from mlx_experts.engine.tools.drafts.evidence import Evidence, plain
+from mlx_experts.engine.tools.drafts.evidence import Evidence, is_gqa, plain
 from mlx_experts.engine.tools.drafts.facts import Facts
 from mlx_experts.engine.tools.inspect import Inspection
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.resolve.tiny_config import config_keys
-from mlx_experts.registry.spec.family import Family, GqaSpec
+from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec, short_reference
 
 # Keys that describe training or housekeeping and no mathematics.
@@ -139,7 +138,7 @@ def questions(draft: Answered, seen: Inspection | None) -> list[Question]:
 def _switches(draft: Answered, switches: tuple[tuple[str, str], ...]) -> Iterator[Question]:
     for path, leaf in switches:
         node = node_at(draft.family, path)
-        if path.startswith("attention.") and not isinstance(draft.family.attention, GqaSpec):
+        if path.startswith("attention.") and not is_gqa(draft.family.attention):
             node = node_at(draft.family, path) if path == "attention.rope" else None
             if node is None:
                 continue
@@ -155,9 +154,11 @@ def _switches(draft: Answered, switches: tuple[tuple[str, str], ...]) -> Iterato
 def _because(draft: Answered, path: str) -> str:
     """Where a guess comes from, and how many families do the same."""
     source = draft.taken.get(path, draft.base)
-    values = Counter(_shown(node_at(f, path)) for f in draft.evidence.families.values())
-    same = values[_shown(node_at(draft.family, path))]
-    return f"no key of config.json states it; {source} has it so, and {same} of {values.total()} families"
+    shown = {name: _shown(node_at(f, path)) for name, f in draft.evidence.families.items()}
+    mine = _shown(node_at(draft.family, path))
+    same = sum(value == mine for value in shown.values())
+    alike = f", {source} among them" if shown.get(source) == mine else ""
+    return f"no key of config.json states it; {same} of {len(shown)} families do so{alike}"
 
 
 def _shown(value: Any) -> str:
@@ -213,7 +214,7 @@ def _layers(draft: Answered) -> Iterator[Question]:
 def _mixer(draft: Answered) -> Iterator[Question]:
     """Options of mixers that no key states."""
     mixer = draft.family.attention
-    if mixer is None or isinstance(mixer, GqaSpec):
+    if mixer is None or is_gqa(mixer):
         return
     loose = [k for k, v in mixer.options.items() if stated(v, draft.view) is None]
     said = f"{', '.join(loose)} as {draft.base} has them, and no others" if loose else "no others"
@@ -253,13 +254,14 @@ def _rare(draft: Answered) -> Iterator[Question]:
         if (isinstance(node := node_at(draft.family, p), Spec) and not isinstance(node, Ref))
         or stated(node, draft.view) is None
     ]
-    loose = [
-        p for p in loose if not p.startswith("attention.") or isinstance(draft.family.attention, GqaSpec)
-    ]
-    set_ = [f"{p}: {_shown(v)}" for p in loose if _is_set(v := node_at(draft.family, p))]
-    names = ", ".join(p for p in loose)
-    said = f"as drafted ({'; '.join(set_)}), and the rest not there" if set_ else "none of them there"
-    yield Question(f"{names}: {said}? no key of config.json states them", tuple(loose))
+    loose = [p for p in loose if not p.startswith("attention.") or is_gqa(draft.family.attention)]
+    for section in dict.fromkeys(path.rpartition(".")[0] for path in loose):
+        own = [path for path in loose if path.rpartition(".")[0] == section]
+        there = {p: v for p in own if _is_set(v := node_at(draft.family, p))}
+        said = [f"{p.rpartition('.')[2]}: {_shown(v)}" for p, v in there.items()]
+        absent = ", ".join(p.rpartition(".")[2] for p in own if p not in there)
+        said += [f"none of {absent}"] if absent else []
+        yield Question(f"{section}: {'; '.join(said)}? no key of config.json states them", tuple(own))
 
 
 def _is_set(value: Any) -> bool:

@@ -17,7 +17,7 @@ from rich.console import Console
 from mlx_experts.engine.loading.api import load_with_report
 from mlx_experts.engine.tools.drafts.draft import draft_family
 from mlx_experts.engine.tools.inspect import inspect
-from mlx_experts.engine.weights.audit import Audit
+from mlx_experts.engine.weights.audit import audit
 from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.catalog.unsupported import unsupported
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
@@ -112,9 +112,10 @@ def test_inspect_says_which_file_begins_with_a_mark_that_the_tokenizer_refuses(d
 
 @pytest.mark.report("M14")
 def test_a_shape_that_is_wrong_in_every_layer_is_one_line() -> None:
-    wrong = Audit(misshapen=["model.layers.{n}.mlp.gate.weight (40 tensors): expected [8, 4], found [4, 8]"])
+    names = [f"model.layers.{i}.mlp.gate.weight" for i in range(40)]
+    wanted, stored = ({name: mx.zeros(shape) for name in names} for shape in ((8, 4), (4, 8)))
     with pytest.raises(TensorError) as caught:
-        wrong.check()
+        audit(wanted, stored).check()
     assert caught.value.found.count("gate.weight") == 1
     assert "more patterns" not in caught.value.found
 
