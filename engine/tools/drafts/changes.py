@@ -22,6 +22,7 @@ from mlx_experts.engine.tools.drafts.naming import PLACES, by_words, gqa, holder
 from mlx_experts.registry.catalog.catalog import merge, mixers
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.errors import RegistryError
+from mlx_experts.registry.resolve.features import features
 from mlx_experts.registry.resolve.layer_types import expand_moe_layers, expand_types
 from mlx_experts.registry.resolve.planner import Plan, Resolver, resolve
 from mlx_experts.registry.spec.family import Family, GqaSpec
@@ -62,6 +63,15 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "attn_config.kv_n_heads"),
     "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "layer_norm_eps"),
 }
+FEATURES = {
+    "clip_qkv": "attention.clip",
+    "final_logit_softcapping": "head.softcap",
+    "moe_router_logit_softcapping": "moe.router.softcap",
+    "swiglu_limit": "moe.experts.activation.limit",
+}
+"""Keys that switch on what a base may not have, and where a family file says it."""
+BY_NAME = "its name"
+"""What a key is read as where no family reads it."""
 _BIAS_KEYS = ("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "use_bias", "bias")
 
 
@@ -107,6 +117,7 @@ class Fitting:
         self._layer_types()
         if self.facts.dense is not None and self.base.dense is None:
             self.change["dense"] = {}
+        self._features()
         plan = resolve(self.family(), self.view.levels[-1])
         if names_on_disk:
             self._frame()
@@ -122,6 +133,15 @@ class Fitting:
             self.change["text_config"] = True
             if nested != "text_config":
                 self.change["text_keys"] = [nested]
+
+    def _features(self) -> None:
+        """Read what a config switches on and the base does not have, where a key of the language says it."""
+        known = self.evidence.keys_read(self.base.family)
+        for key, path in FEATURES.items():
+            attends = not path.startswith("attention.") or is_gqa(self.base.attention)
+            if key not in known and attends and features()[key].is_on(self.view.get(key)):
+                put(self.change, path, {"from": key, "default": None if path.endswith("clip") else 0.0})
+                self.read[key] = (path, BY_NAME)
 
     def _sizes(self) -> None:
         facts, view = self.facts, self.view

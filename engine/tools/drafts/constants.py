@@ -89,6 +89,8 @@ def set_aside(
         kin: the base and the checkpoint are named alike, so that how norms are stored is taken from it.
     """
     gqa = is_gqa(family.attention)
+    if not facts.extra_layers:
+        take_out(raw, "mtp")
     named_alike, kin = kin, kin and facts.norm_mean is None
     for path in USUAL:
         if path.startswith("attention.") and not (gqa or path.startswith("attention.rope.")):

@@ -6,6 +6,7 @@ are tried on the tensors' headers; the one that leaves the fewest tensors and ke
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterable
@@ -155,29 +156,7 @@ def draft_family(
         facts = replace(facts, norm_mean=_norm_mean(checkpoint, facts))
     view = _view(config)
     label = str(config.get("model_type", ""))
-    nearest = sorted(usable, key=lambda base: _distance(base, facts, view, evidence, label))[:TRIED]
-    if claimed in evidence.families and claimed not in nearest:
-        nearest.append(claimed)
-    tried = [
-        candidate
-        for base in nearest
-        for on_disk in (False, True)
-        if (candidate := _fitted(base, facts, view, evidence, on_disk, label, base == claimed)) is not None
-    ]
-    for candidate in tried:
-        if isinstance(checkpoint, Checkpoint):
-            _try(candidate, checkpoint)
-        # Neighbours may explain the same tensors; the family that the config names comes first.
-        candidate.cost -= 50.0 if candidate.base == claimed else 0.0
-    tried = [each for each in tried if each.cost < float("inf")]
-    if not tried:
-        raise UnknownFamilyError(
-            "no known family comes near this checkpoint",
-            where=checkpoint.where,
-            found=f"{len(usable)} families tried",
-            hint="write a family file from the start: docs/add-a-family.md",
-        )
-    best = min(tried, key=lambda each: each.cost)
+    best = _nearest(usable, claimed, facts, view, evidence, label, checkpoint)
     family = best.family if source is None else with_defaults(best.family, given, source)
     data, base = smallest(best.base, family, catalog)
     architectures = list(config.get("architectures") or [])
@@ -209,6 +188,45 @@ def _norm_mean(checkpoint: Checkpoint, facts: Facts) -> float | None:
     except CheckpointError:
         # Files without their tensors' bytes, of which only the headers are asked for.
         return None
+
+
+def _nearest(
+    usable: list[str],
+    claimed: str,
+    facts: Facts,
+    view: ConfigView,
+    evidence: Evidence,
+    label: str,
+    checkpoint: Checkpoint | _NoTensors,
+) -> _Candidate:
+    """The base that explains a checkpoint with the least; the family that the config names, if that does.
+
+    Raises:
+        UnknownFamilyError: no family can be made to fit.
+    """
+
+    def tried(bases: Iterable[str]) -> list[_Candidate]:
+        found = []
+        for base, on_disk in itertools.product(bases, (False, True)):
+            each = _fitted(base, facts, view, evidence, on_disk, label, base == claimed)
+            if each is not None and isinstance(checkpoint, Checkpoint):
+                _try(each, checkpoint)
+            if each is not None and each.cost < float("inf"):
+                found.append(each)
+        return found
+
+    own = tried([claimed] if claimed in evidence.families else [])
+    if not any(each.seen is not None and each.seen.loadable for each in own):
+        ranked = sorted(usable, key=lambda base: _distance(base, facts, view, evidence, label))
+        own += tried(base for base in ranked[:TRIED] if base != claimed)
+    if not own:
+        raise UnknownFamilyError(
+            "no known family comes near this checkpoint",
+            where=checkpoint.where,
+            found=f"{len(usable)} families tried",
+            hint="write a family file from the start: docs/add-a-family.md",
+        )
+    return min(own, key=lambda each: each.cost)
 
 
 def with_defaults(family: Family, given: dict[str, Any], source: Original) -> Family:
@@ -286,14 +304,16 @@ def _fitted(
             *(f"{g}*" for g in facts.groups if not any(k.startswith(g) for k in known)),
         ]
     kin = max(alike(label, n) for n in (base, *family.model_types)) > 0.6
+    strange = 0.0
     if not own:
         set_aside(raw, family, facts, view, evidence, kin)
     try:
         family = Family.model_validate(raw)
         resolve(family, view.levels[-1])
     except (RegistryError, ValidationError):
-        family = fitting.family()
-    cost = _cost(base, fitting.change, config_keys(family), view, evidence, label)
+        # A base that does not stand without its constants comes after all that do.
+        family, strange = fitting.family(), 50.0
+    cost = strange + _cost(base, fitting.change, config_keys(family), view, evidence, label)
     # Of two that say the same, the one that calls modules what the checkpoint calls them.
     cost += 0.0 if on_disk else 0.4
     return _Candidate(base, family, fitting.taken, fitting.read, cost)

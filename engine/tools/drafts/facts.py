@@ -138,6 +138,8 @@ class Facts:
     latent: bool = False
     groups: tuple[str, ...] = ()
     heads: int = 0
+    extra_layers: bool = False
+    """Layers past the last one, which predict."""
     output_norm: str | None = None
     """A norm that only the layers with experts have."""
     norm_mean: float | None = None
@@ -167,9 +169,14 @@ def read_facts(
     prefix = _layer_list(shapes)
     count = first_of(view, LAYER_KEYS)
     layers: dict[int, dict[str, Shape]] = defaultdict(dict)
+    extra = False
     for name, shape in shapes.items():
         found = _IN_LIST.fullmatch(name)
-        if found and found["list"] == prefix and (not isinstance(count, int) or int(found["layer"]) < count):
+        if not found or found["list"] != prefix:
+            continue
+        if isinstance(count, int) and int(found["layer"]) >= count:
+            extra = True
+        else:
             layers[int(found["layer"])][found["rest"]] = shape
     experts = first_of(view, EXPERT_KEYS)
     most = experts if isinstance(experts, int) else _counted(layers)
@@ -185,6 +192,7 @@ def read_facts(
         most,
         groups=groups,
         heads=heads if isinstance(heads, int) else 0,
+        extra_layers=extra,
     )
     made = _with_layers(made)
     return made if source is None or source.gate_up is None else _told(made, source.gate_up)

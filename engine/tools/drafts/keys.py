@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from mlx_experts.engine.tools.drafts.changes import Fitting
+from mlx_experts.engine.tools.drafts.changes import BY_NAME, Fitting
 from mlx_experts.engine.tools.drafts.constants import node_at, stated
 from mlx_experts.engine.tools.drafts.evidence import put
 from mlx_experts.registry.errors import RegistryError
@@ -27,8 +27,6 @@ WORDS = (
     (r"logits?_scale", "head.multiplier"),
     (r"(final_)?logits?_soft_?cap\w*", "head.softcap"),
 )
-BY_NAME = "its name"
-"""What a key is read as where no family reads it."""
 _TRIED = 6
 
 

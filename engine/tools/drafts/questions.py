@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_experts.engine.tools.drafts.changes import BY_NAME
 from mlx_experts.engine.tools.drafts.constants import node_at, stated
 from mlx_experts.engine.tools.drafts.evidence import Evidence, is_gqa, plain
 from mlx_experts.engine.tools.drafts.facts import Facts
@@ -271,7 +272,7 @@ def _is_set(value: Any) -> bool:
 def _keys(draft: Answered) -> Iterator[Question]:
     """Config keys that the draft does not read, or reads as another family than its base does."""
     for key, (path, source) in draft.read.items():
-        how = "as its name says" if source == "its name" else f"as {source} does"
+        how = "as its name says" if source == BY_NAME else f"as {source} does"
         yield Question(f"{path}: config.{key}? read {how}; {draft.base} does not know the key", (path,), key)
     for key, value in unread_keys(config_keys(draft.family), draft.view):
         shown = str(value)
