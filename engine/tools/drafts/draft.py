@@ -27,7 +27,7 @@ from mlx_experts.engine.tools.drafts.original import Original
 from mlx_experts.engine.tools.drafts.questions import Answered, Question, neutral, questions, unread_keys
 from mlx_experts.engine.tools.inspect import Inspection, inspect_checkpoint
 from mlx_experts.engine.weights.reader import load_arrays
-from mlx_experts.registry.catalog.catalog import Catalog, bundled_folder
+from mlx_experts.registry.catalog.catalog import Catalog, bundled_folder, merge
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.catalog.dense import signs_of_experts
 from mlx_experts.registry.catalog.family_format import EDITOR_WORDS, SCHEMA_FILE, formatted
@@ -215,6 +215,11 @@ def _nearest(
                 found.append(each)
         return found
 
+    if claimed in evidence.families and isinstance(checkpoint, Checkpoint):
+        whole = _Candidate(claimed, evidence.families[claimed], {}, {}, 0.0)
+        _try(whole, checkpoint)
+        if whole.seen is not None and whole.seen.loadable:
+            return whole
     own = tried([claimed] if claimed in evidence.families else [])
     if not any(each.seen is not None and each.seen.loadable for each in own):
         ranked = sorted(usable, key=lambda base: _distance(base, facts, view, evidence, label))
@@ -364,9 +369,19 @@ def smallest(base: str, family: Family, catalog: Catalog) -> tuple[dict[str, Any
     root = str(catalog.stated(base).get("extends") or base)
     whole = {k: v for k, v in plain(catalog.load(root)).items() if k not in IDENTITY}
     change = _difference(whole, {k: v for k, v in plain(family).items() if k not in IDENTITY}, Family)
-    if change is None or _length(alone) < _length(change):
+    if change is None or _length(alone) < _length(change) or not _means(merge(whole, change), family):
         return alone, ""
     return change, root
+
+
+def _means(raw: dict[str, Any], family: Family) -> bool:
+    """Whether a mapping says what a family says, names aside."""
+    said = Family.model_validate({k: v for k, v in plain(family).items() if k in IDENTITY} | raw)
+    return all(
+        plain(getattr(said, name), whole=True) == plain(getattr(family, name), whole=True)
+        for name in Family.model_fields
+        if name not in IDENTITY
+    )
 
 
 _DEFAULTS = {name: info.default for name, info in Family.model_fields.items()}
