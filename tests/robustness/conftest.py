@@ -62,10 +62,14 @@ class Lab:
         for size, value in sizes.items():
             ref = getattr(family.config, size)
             *parents, leaf = ref.keys[0].split(".") if isinstance(ref, Ref) else ["unread"]
-            at = level
+            found = [level]
             for part in parents:
-                at = at[part]
-            at[leaf] = value
+                # A list of layers, of which those that state the size state another.
+                inside = (at if part == "{layer}" else [at[part]] for at in found)
+                found = [each for group in inside for each in group]
+            for at in found:
+                if "{layer}" not in parents or leaf in at:
+                    at[leaf] = value
         return config
 
     def blocks(self, model: Model) -> list[MoE]:

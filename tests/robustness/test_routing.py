@@ -43,7 +43,12 @@ def reference(spec: RouterSpec, logits: np.ndarray, bias: np.ndarray | None, k: 
     scores = score(logits.astype(np.float64)) if before else logits.astype(np.float64)
     choice = scores if bias is None else scores + bias
     groups = spec.groups
-    if groups is not None and groups.enabled and groups.count > 1 and groups.keep < groups.count:
+    if groups is not None and groups.enabled and groups.each and groups.count > 1:
+        parts = choice.reshape(len(choice), groups.count, -1)
+        kept = np.zeros(parts.shape, bool)
+        np.put_along_axis(kept, np.argsort(-parts, -1)[..., : k // groups.count], True, -1)
+        choice = np.where(kept.reshape(choice.shape), choice, -np.inf)
+    elif groups is not None and groups.enabled and groups.count > 1 and groups.keep < groups.count:
         parts = choice.reshape(len(choice), groups.count, -1)
         ordered = np.sort(parts, -1)
         best = ordered[..., -2:].sum(-1) if groups.score == "top2" else ordered[..., -1]
@@ -258,7 +263,13 @@ def test_a_token_may_pick_every_expert(name: str, lab: Any) -> None:
     assert mx.isfinite(model(lab.ids)).all().item()
 
 
-GROUPED = [n for n in FAMILIES if catalog().load(n).moe.router.groups is not None]
+def limits_groups(name: str) -> bool:
+    """Whether a family keeps some of its groups; one that picks from each has one number for both."""
+    groups = catalog().load(name).moe.router.groups
+    return groups is not None and not groups.each
+
+
+GROUPED = [name for name in FAMILIES if limits_groups(name)]
 
 
 # Some originals give excluded groups 0 on purpose: below a negative bias they win.
@@ -296,7 +307,8 @@ def set_groups(family: Any, config: dict[str, Any], count: int, keep: int) -> No
     groups = family.moe.router.groups
     level = config[family.text_keys[0]] if family.text_config else config
     for ref, value in ((groups.count, count), (groups.keep, keep), (groups.enabled, True)):
-        if isinstance(ref, Ref):
+        # A switch that is the presence of a count needs no word of its own.
+        if isinstance(ref, Ref) and ref.present is None:
             level[ref.keys[0]] = next((k for k, v in (ref.map or {}).items() if v is value), value)
 
 
