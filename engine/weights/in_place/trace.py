@@ -54,7 +54,8 @@ def trace_experts(
         names: tensors of the checkpoint that no rule ignores.
         wanted: parameter paths.
     """
-    dtypes = {name: dtype for name, dtype in stored_dtypes(checkpoint).items() if name in set(names)}
+    stored = stored_dtypes(checkpoint)
+    dtypes = {name: stored[name] for name in names}
 
     def convert(*arrays: mx.array) -> list[mx.array]:
         tensors = dict(zip(names, arrays, strict=True))
@@ -70,8 +71,15 @@ def trace_experts(
         else:
             graph[part["type"]] = part.get(part["type"])
 
-    with views_only():
-        mx.export_function(record, convert, *(_weightless(checkpoint.tensors[name]) for name in names))
+    try:
+        with views_only():
+            mx.export_function(record, convert, *(_weightless(checkpoint.tensors[name]) for name in names))
+    except ValueError as error:
+        # MLX cannot write down every primitive; those that it cannot are no views.
+        _, found, primitive = str(error).partition("Unable to get state for primitive ")
+        if not found:
+            raise
+        return dict.fromkeys(wanted, f"computed ({primitive})")
     values: dict[str, Parts | str] = {}
     for name, given in zip(names, graph["inputs"], strict=True):
         info = checkpoint.tensors[name]
