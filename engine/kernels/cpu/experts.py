@@ -86,12 +86,13 @@ class _Layout:
         else:
             if not some_left:
                 out[...] = 0
-            how = (start.parts() if large else 1, self.order if turn is None else turn, some_left)
+            order = (self.order if turn is None else turn, some_left)
             if all(plan.on_unit for plan in (self.gate, self.up, self.down)):
-                bad = self._on_unit(large, (*layer, stacks.tile_shapes(), *how), x, chosen, shares, out)
+                how = (stacks.tile_shapes(), start.shares() if large else 1, *order)
+                bad = self._on_unit(large, (*layer, *how), x, chosen, shares, out)
             else:
-                dot = stacks.dot_function().address
-                bad = start.run(driver.many_tokens, large, *layer, dot, *how, x, chosen, shares, out)
+                how = (stacks.dot_function().address, start.parts() if large else 1, *order)
+                bad = start.run(driver.many_tokens, large, *layer, *how, x, chosen, shares, out)
         if bad >= 0:
             raise IndexError(f"expert {chosen.reshape(-1)[bad]} of {self.count}")
 

@@ -62,6 +62,7 @@ class FusedLinear:
         large = self._bytes * len(rows) >= start.PARALLEL_FROM
         parts, plan, driver = start.parts() if large else 1, self._plan, start.compiled()
         if len(rows) > 1 and plan.on_unit:
+            parts = start.shares() if large else 1
             start.run(linear_on_unit(), large, plan.numbers, stacks.tile_shapes(), parts, rows, out)
         else:
             start.run(driver.linear, large, plan.numbers, stacks.dot_function().address, parts, rows, out)

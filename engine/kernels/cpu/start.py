@@ -131,6 +131,11 @@ def parts() -> int:
     return 4 * _threads()
 
 
+def shares() -> int:
+    """Into how many pieces the matrix unit's work is cut: one for each thread, near which its inputs stay."""
+    return _threads()
+
+
 @lru_cache(maxsize=1)
 def _threads() -> int:
     """How many threads the kernels run on."""
