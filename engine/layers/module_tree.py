@@ -67,10 +67,16 @@ def look_up(embedding: nn.Module, ids: mx.array, dtype: mx.Dtype | None) -> mx.a
 
     MLX unpacks a weight without biases to bfloat16 whatever that type is; the values are exact in it.
     """
-    rows: mx.array = embedding(ids)
-    if dtype is not None and "scales" in embedding and "biases" not in embedding:
-        return rows.astype(dtype)
-    return rows
+    packed = "scales" in embedding and "biases" not in embedding
+    odd = -ids.size % 4 if packed and embedding.weight.shape[-1] % 4 else 0
+    if odd and ids.size:
+        # MLX unpacks such weights four words at a time, and refuses rows that do not fill them.
+        flat = ids.reshape(-1)
+        filled = mx.concatenate([flat, mx.broadcast_to(flat[:1], (odd,))])
+        rows: mx.array = embedding(filled)[: ids.size].reshape(*ids.shape, -1)
+    else:
+        rows = embedding(ids)
+    return rows.astype(dtype) if dtype is not None and packed else rows
 
 
 class ZeroCentredRMSNorm(nn.Module):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import representatives
 from hypothesis import given
@@ -16,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_in_mlx_lm
 
 from mlx_experts import load_model, save_model
+from mlx_experts.engine.layers.module_tree import look_up
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.tools.inspect import inspect_checkpoint
@@ -351,3 +353,16 @@ def test_what_loads_as_declared_is_loaded_in_silence(
     stored, _ = lab.pack(lab.parameters(model), 4, 32)
     load_model(lab.write(tmp_path, stored, {**config, "quantization": entry("affine", 4, 32)}), lazy=True)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("width", [48, 80, 112])
+def test_nvfp4_takes_widths_that_four_words_do_not_divide(width: int, lab: Any) -> None:
+    config = lab.resized("qwen3_moe", hidden_size=width)
+    model = build_tiny(catalog().load("qwen3_moe"), config)
+    stored, values = lab.pack(lab.parameters(model), 4, 16, "nvfp4", only=lambda n: "embed" in n)
+    table = nn.QuantizedEmbedding(*values["model.embed_tokens.weight"].shape, 16, 4, mode="nvfp4")
+    table.update({leaf: stored[f"model.embed_tokens.{leaf}"] for leaf in ("weight", "scales")})
+    for count in (1, 2, 3, 5):
+        ids = mx.arange(count)[None] + 7
+        got = look_up(table, ids, mx.float32)
+        assert mx.array_equal(got, values["model.embed_tokens.weight"][ids]).item()
