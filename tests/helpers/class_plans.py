@@ -56,7 +56,7 @@ OTHERWISE = {
     ("qwen3_vl_moe", "tie_word_embeddings"): _OLDER_TIE,
 }
 # Lists with one entry a layer, which no table can hold for every number of layers.
-NEED_A_LIST = {"cohere2_moe", "flint", "mimo_v2_flash", "nemotron_h"}
+NEED_A_LIST = {"cohere2_moe", "flint", "mimo_v2_flash", "nemotron_h", "nemotron_h_omni"}
 # Said in another way, and the same model.
 SAME = {
     "moe.layers[0].end": "the last layer, counted or -1",
