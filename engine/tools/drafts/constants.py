@@ -146,14 +146,15 @@ def _norm(raw: dict[str, Any], family: Family, facts: Facts, view: ConfigView, k
 
 def _types(raw: dict[str, Any], family: Family, view: ConfigView) -> None:
     """Layer types whose rules read nothing that the config has."""
-    if family.layer_types is None or not is_gqa(family.attention):
+    attention = family.attention
+    if family.layer_types is None or attention is None or not is_gqa(attention):
         return
     keys = {key for rule in family.layer_types for key in rule_keys(plain(rule))}
     windows = {key for change in family.variants.values() for key in reads(change)}
     if any(view.get(key) is not None for key in keys):
         return
     own = [k for k in windows if view.get(k) is not None]
-    if not own and family.attention.rope is not None:
+    if not own and attention.rope is not None:
         for path in ("layer_types", "variants", "dense_types", "mlp_variants"):
             take_out(raw, path)
 

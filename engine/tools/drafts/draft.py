@@ -395,16 +395,16 @@ def _difference(old: dict[str, Any], new: dict[str, Any], kind: Any) -> dict[str
         before = old.get(key)
         if value == before:
             continue
-        both = isinstance(value, dict) and isinstance(before, dict)
-        if both and "from" not in value and "from" not in before and value.get("kind") == before.get("kind"):
+        change[key] = value
+        if not isinstance(value, dict) or not isinstance(before, dict) or "from" in value or "from" in before:
+            continue
+        if value.get("kind") == before.get("kind"):
             inner = _difference(before, value, _section(fields.get(key)))
             if inner is None:
                 return None
             change[key] = inner
-        elif both and "from" not in value and "from" not in before and "kind" not in value:
+        elif "kind" not in value:
             return None
-        else:
-            change[key] = value
     for key in old.keys() - new.keys():
         default = plain(fields[key].default) if key in fields and not fields[key].is_required() else ...
         if default is ... or (isinstance(default, dict) and "from" not in default):

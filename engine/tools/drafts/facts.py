@@ -463,7 +463,7 @@ def _stacked(tensors: Mapping[str, Shape], facts: Facts) -> Experts | None:
             (x, y), (c, d) = leaves[big], leaves[down]
             gated = x * y == 2 * c * d
             transposed = not (y == c and x in (d, 2 * d)) and x == d
-            layout = {"kind": "stacked", "path": path, "fused": big, "down": down}
+            layout: dict[str, Any] = {"kind": "stacked", "path": path, "fused": big, "down": down}
             if transposed:
                 layout["transposed"] = True
             if suffix:

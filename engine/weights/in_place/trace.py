@@ -90,10 +90,10 @@ def trace_experts(
         outputs = [each[0] for each in step["outputs"]]
         fault = next((each for each in inputs if isinstance(each, str)), None)
         try:
-            found = [fault] * len(outputs) if fault else _follow(step, inputs)
+            parts: Sequence[Parts | str] = [fault] * len(outputs) if fault else _follow(step, inputs)
         except NotInPlace as error:
-            found = [str(error)] * len(outputs)
-        values.update(zip(outputs, found, strict=True))
+            parts = [str(error)] * len(outputs)
+        values.update(zip(outputs, parts, strict=True))
     traced = {path: values[given[0]] for path, given in zip(wanted, graph["outputs"], strict=True)}
     return traced
 
