@@ -21,6 +21,7 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
+from numba.core.compiler_lock import global_compiler_lock
 from platformdirs import user_cache_path
 
 from mlx_experts.registry import settings
@@ -111,6 +112,12 @@ def function(name: str, arguments: int, write: Callable[[Builder, list[Any]], No
     Args:
         write: writes the body, given a builder in its first block and the arguments; it does not return.
     """
+    # LLVM's state is shared with numba, which compiles in other threads under this lock.
+    with global_compiler_lock:
+        return _written(name, arguments, write)
+
+
+def _written(name: str, arguments: int, write: Callable[[Builder, list[Any]], None]) -> Native:
     module = ir.Module(name)
     module.triple = llvm.get_process_triple()
     written = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
@@ -147,12 +154,17 @@ def _object_code(text: str) -> bytes:
     return code
 
 
+# What holds machine code. Two threads may ask for one function at once, and both keep its address.
+_ENGINES: list[Any] = []
+
+
 def _loaded(name: str, arguments: int, code: bytes) -> Native:
     empty = llvm.parse_assembly("")
     engine = llvm.create_mcjit_compiler(empty, _machine(), numba.config.USE_LLVMLITE_MEMORY_MANAGER)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     address = engine.get_function_address(name)
+    _ENGINES.append(engine)
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
     return Native(address, kind(address), engine)
 

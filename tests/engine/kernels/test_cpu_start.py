@@ -157,3 +157,28 @@ def test_compiling_is_told_once_and_only_of_our_own(caplog: pytest.LogCaptureFix
     # One from this teller, and at most one from that which the process has already.
     assert 1 <= len(caplog.records) <= 2
     assert "compiling" in caplog.records[0].message
+
+
+_TOGETHER = """
+import os, threading
+from mlx_experts import load, stream_generate
+
+def text():
+    model, tokenizer = load({demo!r})
+    ids = "A mixture-of-experts model"
+    return "".join(each.text for each in stream_generate(model, tokenizer, ids, max_tokens=6))
+
+found = []
+threads = [threading.Thread(target=lambda: found.append(text())) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(found), len(set(found)), flush=True)
+os._exit(0)  # MLX's own streams of ended threads abort at the interpreter's end
+"""
+
+
+def test_two_threads_that_load_and_generate_at_once_get_the_same_text() -> None:
+    """Each writes the kernels' machine code for itself at its first call."""
+    code = _TOGETHER.format(demo=str(files("mlx_experts").joinpath("demo")))
+    done = _ran({}, sys.executable, "-W", "error::RuntimeWarning", "-c", code)
+    assert (done.returncode, done.stdout.split()) == (0, ["2", "1"]), done.stderr
