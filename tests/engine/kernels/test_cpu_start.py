@@ -180,5 +180,5 @@ os._exit(0)  # MLX's own streams of ended threads abort at the interpreter's end
 def test_two_threads_that_load_and_generate_at_once_get_the_same_text() -> None:
     """Each writes the kernels' machine code for itself at its first call."""
     code = _TOGETHER.format(demo=str(files("mlx_experts").joinpath("demo")))
-    done = _ran({}, sys.executable, "-W", "error::RuntimeWarning", "-c", code)
+    done = _ran({}, "-W", "error::RuntimeWarning", "-c", code)
     assert (done.returncode, done.stdout.split()) == (0, ["2", "1"]), done.stderr
