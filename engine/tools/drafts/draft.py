@@ -168,6 +168,9 @@ def draft_family(
         "architectures": [] if claimed else architectures[:1],
         **data,
     }
+    if "{layer}" in str(data):
+        # What stands for each layer in a list of its own is stated by an example, or not at all.
+        data["example"] = plain(catalog.load(best.base).example)
     draft = Draft(name, base, data, source=best.base, whole=family)
     if claimed:
         draft.asked.append(

@@ -17,6 +17,7 @@ from mlx_experts.engine.loading.api import load_model
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools import family_check as selfcheck
 from mlx_experts.engine.tools import parity
+from mlx_experts.engine.tools.drafts.evidence import plain
 from mlx_experts.engine.tools.reference_cases import TOLERANCE, measure
 from mlx_experts.registry.catalog.catalog import Catalog, merge
 from mlx_experts.registry.checks import known_names as vocabulary
@@ -212,16 +213,8 @@ def test_a_layer_type_may_be_called_as_a_reference_begins(tmp_path: Path, change
 @pytest.mark.parametrize("name", [n for n in catalog().names() if catalog().load(n).layer_types])
 def test_a_family_whose_layer_types_have_no_variants_is_checked_or_refused(tmp_path: Path, name: str) -> None:
     """Every layer then has the one mixer, or none, which is an error."""
-    bundled = Path(str(resources.files("mlx_experts.families")))
-    data = yaml.safe_load((bundled / f"{name}.yaml").read_text())
-    if "extends" in data:
-        base = yaml.safe_load((bundled / f"{data['extends']}.yaml").read_text())
-        data = {
-            **merge(base, data),
-            "model_types": data.get("model_types", [name]),
-            "architectures": data["architectures"],
-        }
-        del data["extends"]
+    data = plain(Catalog().load(name))
+    data.pop("extends", None)
     has_mixer = data.get("attention") is not None
     (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**data, "variants": {}}, sort_keys=False))
     report = check_fast(Catalog(bundled=tmp_path), [name])
