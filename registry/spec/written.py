@@ -41,6 +41,9 @@ class Written(Spec, Generic[S]):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no '{name}'")
 
+    def __reduce__(self) -> tuple[Any, tuple[type[Spec]], dict[Any, Any]]:
+        return _blank, (type(self).section,), self.__getstate__()
+
     def check(self) -> None:
         """Hold to each other what no reference stands for."""
         type(self).section.check(self)
@@ -54,6 +57,12 @@ class Written(Spec, Generic[S]):
             k: {"from": v} if isinstance(v, str) or (isinstance(v, list) and v) else v
             for k, v in data.items()
         }
+
+
+def _blank(section: type[Spec]) -> Spec:
+    """A written section without its state: its class has no name by which a pickle could find it."""
+    kind = _written(section)
+    return kind.__new__(kind)
 
 
 def section_of(written: Written[S]) -> type[S]:

@@ -76,7 +76,8 @@ def _numba() -> ModuleType | Decline:
     return cpu_driver
 
 
-def _tell_of_compiling() -> None:
+@lru_cache(maxsize=1)
+def _tell_of_compiling() -> Any:
     """Log once in this process that numba compiles: the first token of a machine waits for it."""
     from numba.core import event
 
@@ -92,7 +93,9 @@ def _tell_of_compiling() -> None:
         def on_end(self, event: Any) -> None:
             """Nothing: what follows is the first token."""
 
-    event.register("numba:compile", Teller())
+    teller = Teller()
+    event.register("numba:compile", teller)
+    return teller
 
 
 def _not_started(error: Exception, hint: str) -> Decline:
@@ -117,9 +120,8 @@ if sys.platform != "win32":
 
 def run(forms: Forms, large: bool, *arguments: Any) -> Any:
     """Run one computation, on all threads where it is large and they are there."""
-    large = large and not _forked
     with LOCK:
-        if large:
+        if large and not _forked:
             # numba keeps the number for each of the threads that call.
             compiled().use_threads(_threads())
             return forms.parallel(*arguments)

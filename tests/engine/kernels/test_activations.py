@@ -55,6 +55,10 @@ def _definition(name, g, u, alpha, limit):
             return _gelu(g) * u
         case "geglu_tanh":
             return _gelu_tanh(g) * u
+        case "reglu":
+            return np.maximum(g, 0) * u
+        case "geglu_plus_one":
+            return _gelu(g) * (u + 1)
         case "relu2":
             return np.maximum(u, 0) ** 2
         case "gelu":

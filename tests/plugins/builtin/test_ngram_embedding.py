@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
@@ -109,7 +110,7 @@ def test_hashes_past_32_bits_are_exact() -> None:
     module._rows = [(1 << 31) - 1] * len(module._rows)
     asked: list[mx.array] = []
 
-    class Table:
+    class Table(nn.Module):
         def __call__(self, rows: mx.array) -> mx.array:
             asked.append(rows)
             return mx.zeros((*rows.shape, 16))
