@@ -219,8 +219,8 @@ class MoE(VersionedModule):
         """What the CPU's kernel multiplies activations as; None leaves it to the environment."""
         self._dispatch = self._dispatch.fresh(activations=activations)
 
-    def request(self, rows: int, device: Device) -> KernelRequest:
-        """What a fused kernel would be asked for a call of ``rows`` token rows."""
+    def request(self, rows: int, device: Device, dtype: mx.Dtype) -> KernelRequest:
+        """What a fused kernel would be asked for a call of ``rows`` token rows of ``dtype``."""
         container = find(self, self._spec.experts.path)
         activation, top_k = self._dispatch.activation, self._router.top_k
         if self._spec.experts.apply_router_weight_on_input:
@@ -231,7 +231,7 @@ class MoE(VersionedModule):
             activation,
             rows=rows,
             top_k=top_k,
-            dtype=self._router.matrix(self).dtype,
+            dtype=dtype,
             device=device,
             training=self.training,
         )

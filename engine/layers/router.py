@@ -95,12 +95,6 @@ class Router:
         if spec.expert_scale:
             place(moe, spec.expert_scale, mx.ones((self.experts,)))
 
-    def matrix(self, moe: nn.Module) -> mx.array:
-        """The router's float matrix, or its scales where it is quantised."""
-        module = find(moe, self.spec.path)
-        values: mx.array = module["scales"] if "scales" in module else module["weight"]
-        return values
-
     def bind(self, moe: nn.Module) -> BoundRouter:
         """The router's calls with the leaves that are in ``moe`` now."""
         return BoundRouter(self, moe)

@@ -128,7 +128,7 @@ def load_checkpoint(
         model.eval()
         if cpu_activations is not None:
             choose_activations(model, cpu_activations)
-        slow = gathered_notice(model)
+        slow = gathered_notice(model, _DTYPES[report.dtype or model.stored_dtype or "float32"])
         report.notices += [] if slow is None else [slow]
         if not lazy:
             # One layer at a time, so that what is cut or decoded on the way is released with each.
@@ -192,7 +192,7 @@ def cast_tensors(
     checkpoint's own.
     """
     keeps = model.cast_predicate
-    wanted = _own_dtype(model, tensors) if dtype is None else _DTYPES[dtype]
+    wanted = activation_dtype(model, tensors, dtype)
     return {
         name: value.astype(wanted)
         if mx.issubdtype(value.dtype, mx.floating)
@@ -201,6 +201,11 @@ def cast_tensors(
         else value
         for name, value in tensors.items()
     }
+
+
+def activation_dtype(model: LanguageModel, tensors: Mapping[str, mx.array], dtype: str | None) -> mx.Dtype:
+    """What activations are computed in, whatever a quantised matrix keeps its scales in."""
+    return _own_dtype(model, tensors) if dtype is None else _DTYPES[dtype]
 
 
 def restore_dtype(model: LanguageModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.dispatch import eligibility, policy, tuning_cache
@@ -16,14 +17,14 @@ _OF_THE_WEIGHTS = {
 }  # fmt: skip
 
 
-def gathered_notice(model: nn.Module) -> str | None:
-    """One sentence about the layers whose experts are gathered for one token, or None where there is none."""
+def gathered_notice(model: nn.Module, dtype: mx.Dtype) -> str | None:
+    """One sentence about the layers whose experts are gathered for one token of ``dtype``, or None."""
     device = current_device()
     if fused_kernel(device).unavailable() is not None:
         return None
     asked = policy.resolve(device, None, tuned=tuning_cache.bound(device))
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    verdicts = [eligibility.check(layer.request(1, device), asked) for layer in layers]
+    verdicts = [eligibility.check(layer.request(1, device, dtype), asked) for layer in layers]
     declined = [v for v in verdicts if isinstance(v, Decline) and v.rule in _OF_THE_WEIGHTS]
     if not declined:
         return None

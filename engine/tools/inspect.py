@@ -25,7 +25,7 @@ from mlx_experts.engine.kernels import fused_kernel, many_rows_kernel
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.loading.api import TOKENIZERS
-from mlx_experts.engine.loading.checkpoint_loader import cast_tensors, compute_dtype
+from mlx_experts.engine.loading.checkpoint_loader import activation_dtype, cast_tensors, compute_dtype
 from mlx_experts.engine.loading.expert_memory import in_slots, plan_experts
 from mlx_experts.engine.models.base import LanguageModel
 from mlx_experts.engine.models.factory import build
@@ -189,7 +189,8 @@ def inspect_checkpoint(
         _show_audit(model, prepared, result, compute_dtype(dtype))
     if prepared is not None and not tensors_only:
         result.cache_bytes = _cache_bytes(model, context)
-        result.paths, result.workspace_bytes = _paths(model)
+        computed = activation_dtype(model, prepared.tensors, compute_dtype(dtype))
+        result.paths, result.workspace_bytes = _paths(model, computed)
         if budget is not None and result.loadable:
             _plan_memory(model, checkpoint, prepared, result, budget, compute_dtype(dtype))
     return result
@@ -380,7 +381,7 @@ def _grown(cache: Any, context: int) -> int:
     return size // cache.keys.shape[2] * tokens
 
 
-def _paths(model: LanguageModel) -> tuple[list[dict[str, Any]], int]:
+def _paths(model: LanguageModel, dtype: mx.Dtype) -> tuple[list[dict[str, Any]], int]:
     """For each number of rows, how many MoE layers take which path and why; and a path's memory."""
     device = current_device()
     asked = policy.resolve(device, None, tuned=tuning_cache.bound(device))
@@ -390,7 +391,7 @@ def _paths(model: LanguageModel) -> tuple[list[dict[str, Any]], int]:
         groups: dict[tuple[str, str, str], int] = {}
         for module in model.modules():
             if isinstance(module, MoE):
-                request = module.request(rows, device)
+                request = module.request(rows, device, dtype)
                 verdict = eligibility.check(request, asked)
                 if not isinstance(verdict, Decline):
                     verdict = fused_kernel(device).unavailable() or verdict

@@ -16,6 +16,8 @@ from mlx_experts import save_model
 from mlx_experts.engine.loading.checkpoint_loader import cast_tensors
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
+from mlx_experts.engine.tools.inspect import inspect_checkpoint
+from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 
 FAMILIES = [name for name in catalog().names() if catalog().load(name).backbone is None]
 MLX_LM_NEEDS = {
@@ -78,7 +80,11 @@ def test_modes_without_biases_need_none_beside_float_and_foreign_modules(
     assert not any(n.endswith(".biases") for n in stored)
     config["quantization"] = {"group_size": group, "bits": bits, "mode": mode}
     extra = {"vision_tower.patch.proj.weight": mx.ones((4, 4))} if name != "mixtral" else {}
-    loaded, _, report = lab.load(lab.write(tmp_path / "packed", {**stored, **extra}, config))
+    folder = lab.write(tmp_path / "packed", {**stored, **extra}, config)
+    loaded, _, report = lab.load(folder)
+    paths = inspect_checkpoint(Checkpoint.open(folder)).paths
+    assert paths
+    assert not [row for row in paths if row["reason"].startswith("dtype")]
     del config["quantization"]
     truth, _, _ = lab.load(lab.write(tmp_path / "plain", values, config))
     assert lab.distance(lab.logits(loaded), lab.logits(truth)) < 1e-4

@@ -70,11 +70,6 @@ class RecurrentRouter(StatefulRouter):
             start = mx.concatenate([mx.zeros((self.experts - 1,)), -mx.ones((1,))])
             place(moe, self.bias_path, start)
 
-    def matrix(self, moe: nn.Module) -> mx.array:
-        """A float leaf of the router."""
-        weight: mx.array = find(moe, self.spec.path).router_mlp.norm.weight
-        return weight
-
     def route(self, moe: nn.Module) -> Routing:
         """The call with the leaves that are in ``moe`` now."""
         spec, k, count, module = self.spec, self.top_k, self.routed_experts, find(moe, self.spec.path)
