@@ -114,7 +114,9 @@ def test_shards_hold_every_plane_bit_by_bit(
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 20
     again, _, report = lab.load(tmp_path / "shards")
     assert lab.same(lab.parameters(again), want) == []
-    assert report.notices == []
+    # No fused kernel takes 1-bit weights, which is said wherever there is one.
+    said = "got gate in affine 1-bit"
+    assert [notice for notice in report.notices if bits != 1 or said not in notice] == []
     listed = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())["weight_map"]
     assert sum(v.nbytes for v in model.converter.written(want).values()) == sum(
         info.nbytes for info in Checkpoint.open(tmp_path / "shards").tensors.values()

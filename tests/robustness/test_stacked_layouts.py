@@ -42,10 +42,11 @@ def fp8(weight: mx.array, number: int) -> tuple[dict[str, mx.array], mx.array]:
 
 
 def encode(tensors: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Every projection in fp8, with a scale of its input beside it."""
+    """Every projection in fp8, an expert's by whatever name, with a scale of its input beside it."""
     stored, values = dict(tensors), dict(tensors)
     for number, (name, value) in enumerate(tensors.items()):
-        if name.endswith("_proj.weight") and value.ndim == 2:
+        is_projection = name.endswith("_proj.weight") or (".experts." in name and name.endswith(".weight"))
+        if is_projection and value.ndim == 2:
             planes, values[name] = fp8(value, number)
             base = name.removesuffix("weight")
             stored |= {f"{base}{plane}": array for plane, array in planes.items()}
