@@ -211,7 +211,7 @@ class ConvOperation:
 
 @dataclass(frozen=True)
 class ReshapeOperation(StaysInPlace):
-    """Gives a tensor the shape that its parameter has."""
+    """Gives a tensor the shape that its parameter has; of packed words and their scales, its rows."""
 
     source: PathPattern
 
@@ -219,7 +219,11 @@ class ReshapeOperation(StaysInPlace):
         for at in self.source.in_layers(tree.num_layers):
             name = self.source.fill(at)
             shape = tree.shapes.get(name)
-            if name in tensors and shape is not None and tensors[name].shape != shape:
+            if shape is None or name not in tensors:
+                continue
+            if f"{name.removesuffix('.weight')}.scales" in tensors:
+                self._reshape_packed(tensors, name.removesuffix(".weight"), shape)
+            elif tensors[name].shape != shape:
                 if tensors[name].size != prod(shape):
                     raise TensorError(
                         "a tensor does not hold as many values as its parameter",
@@ -229,6 +233,12 @@ class ReshapeOperation(StaysInPlace):
                     )
                 tensors[name] = tensors[name].reshape(shape)
         return False
+
+    def _reshape_packed(self, tensors: Tensors, module: str, shape: tuple[int, ...]) -> None:
+        """The rows of a packed module as its parameter has them, whatever one row comes to in words."""
+        for name in (f"{module}.{suffix}" for suffix in ("weight", "scales", "biases")):
+            if name in tensors and prod(tensors[name].shape[:-1]) == prod(shape[:-1]):
+                tensors[name] = tensors[name].reshape(*shape[:-1], tensors[name].shape[-1])
 
     def backward(self, tensors: Tensors, tree: Tree) -> None:
         """The parameter's own shape is accepted on disk too."""

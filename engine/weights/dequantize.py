@@ -150,8 +150,11 @@ def check_kinds(
         unpacked = leaf == "weight" and f"{module}.scales" in arrays and array.dtype != mx.uint32
         if name in claimed or (mx.issubdtype(array.dtype, mx.floating) and not unpacked):
             continue
-        packed = leaf == "weight" and array.dtype == mx.uint32 and f"{module}.scales" in arrays
-        scales = leaf == "scales" and array.dtype == mx.uint8 and f"{module}.weight" in arrays
+        # Stacks stand under a module's name or under their own.
+        beside = f"{module}.scales" if leaf == "weight" else f"{name}.scales"
+        packed = array.dtype == mx.uint32 and beside in arrays
+        weight = f"{module}.weight" in arrays or module in arrays
+        scales = leaf == "scales" and array.dtype == mx.uint8 and weight
         numbers = leaf in whole and mx.issubdtype(array.dtype, mx.integer)
         if not (packed or scales or numbers):
             odd[dtypes.get(name, _SPELLED[array.dtype])].append(name)
