@@ -6,7 +6,6 @@ A case folder holds `hub/` (the Hub's tensor names and config), optionally `hub/
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_experts.engine.loading.api import load_model
+from mlx_experts.registry.checkpoint.strict_json import parse_object
 
 VIEWS = ("hub", "hub+v5", "fused")
 TOLERANCE = 1e-4
@@ -47,8 +47,7 @@ class View:
 
     def config(self) -> dict[str, Any]:
         """The parsed config.json of the view."""
-        config: dict[str, Any] = json.loads(self.config_file.read_text(encoding="utf-8"))
-        return config
+        return parse_object(self.config_file.read_bytes(), "config.json", lenient=True)
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
