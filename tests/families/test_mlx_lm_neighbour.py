@@ -32,6 +32,8 @@ def runs_here(view: View) -> bool:
 
 CASES = Path(__file__).parent.parent / "cases"
 HUB = [v for v in all_views(CASES) if v.name == "hub" and runs_here(v)]
+# Their pooled groups close at steps that differ between rows.
+ALONE = {"deepseek_v4/base"}
 BASES = [v for v in HUB if v.case.name in ("base", "vlm", "text")]
 PROMPT = [5, 17, 3, 99, 42, 8, 64]
 # Where mlx-lm 0.32.2 computes something else than the original, or cannot read the config.
@@ -54,6 +56,7 @@ MLX_LM_DIFFERS = {
     "qwen3_moe/yarn": "ignores rope_scaling",
 }
 MLX_LM_CANNOT_READ = {
+    "mimo_v2_flash/groups": "knows the lists of layers by their older keys alone",
     "bailing_hybrid/open_gate": "needs the bounded decay",
     "gemma4/shared_forced": "does not force the type of the last layer",
     "kimi_linear/groups": "knows no latent queries and no biases",
@@ -103,6 +106,10 @@ class BareTokens:
 @pytest.mark.parametrize("view", BASES, ids=case_id)
 def test_a_batch_of_unequal_prompts_gives_each_its_own_tokens(view: View) -> None:
     model, _ = mlx_experts.load_model(view.case / "hub")
+    if case_id(view) in ALONE:
+        with pytest.raises(ValueError, match="does not support batching"):
+            batch_generate(model, BareTokens(), [PROMPT, PROMPT[2:]], max_tokens=6, verbose=False)
+        return
     alone = [BareTokens().decode(greedy(model, prompt, 6)) for prompt in (PROMPT, PROMPT[2:])]
     both = batch_generate(model, BareTokens(), [PROMPT, PROMPT[2:]], max_tokens=6, verbose=False)
     assert both.texts == alone
@@ -129,11 +136,14 @@ def test_quantised_kv_cache_follows_the_full_one() -> None:
 
 
 def quantisable(config: dict[str, Any]) -> dict[str, Any]:
-    """A case's config with widths that groups of 32 divide; everything else stays."""
+    """A case's config with widths that groups of 32 divide, and without the null that mlx-lm's conversion
+    writes into; everything else stays."""
     widths = {12: 64, 14: 64, 20: 64, 32: 64, 40: 128}
     result: dict[str, Any] = {}
     for key, value in config.items():
         is_width = "intermediate" in key or "ffn" in key or key.endswith("latent_size")
+        if key == "quantization" and value is None:
+            continue
         if isinstance(value, dict):
             result[key] = quantisable(value)
         elif key in ("hidden_size", "d_model"):

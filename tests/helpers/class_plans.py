@@ -158,7 +158,9 @@ def bare_configs(model_type: str) -> list[dict[str, Any]]:
     table can hold them."""
     config = class_config(model_type)
     if model_type in NEED_A_LIST:
-        lists = {key: value for key, value in config.items() if isinstance(value, list)}
+        lists = {key: value for key, value in text_level(config).items() if isinstance(value, list)}
+        if "text_config" in config:
+            return [{"model_type": model_type, "text_config": lists}]
         return [{"model_type": model_type, **lists}]
     added = ADDED.get(model_type, {})
     flat = {"model_type": model_type, **added}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,15 @@ def test_a_tower_that_no_rule_knows_is_refused_under_its_own_name(
 def layered(name: str) -> tuple[dict[str, Any], list[int]]:
     """A tiny config with two experts less in every second layer, and how many the MoE layers then have."""
     family = catalog().load(name)
-    config = tiny_config(family)
+    config = deepcopy(tiny_config(family))
     moe = resolve(family, config).moe_layers
     at = next((config[key] for key in family.text_keys if key in config), config)
-    *parents, leaf = family.config.num_experts.keys[0].split(".")
+    # A key for each layer states what it has already; the list stands under the key for all of them.
+    key = next(key for key in family.config.num_experts.keys if "{layer}" not in key)
+    if key != family.config.num_experts.keys[0]:
+        stated = [block.pop(key) for block in at["block_configs"] if key in block]
+        at[key] = max(stated)
+    *parents, leaf = key.split(".")
     for parent in parents:
         at = at[parent]
     whole = at[leaf]

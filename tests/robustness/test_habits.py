@@ -309,6 +309,8 @@ def test_glm4v_moe_is_tied_where_either_setting_says_so(outer: bool, inner: bool
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_that_are_configured_one_by_one_are_refused_in_words(name: str) -> None:
     family = catalog().load(name)
+    if any(key.startswith("block_configs.") for key in family.config.num_experts.keys):
+        pytest.skip("reads the settings of each block")
     config = tiny_config(family)
     level = config[family.text_keys[0]] if family.text_config else config
     level["block_configs"] = [{"block_type": "moe", "num_experts": 4}]
