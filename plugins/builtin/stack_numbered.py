@@ -10,7 +10,7 @@ import mlx.core as mx
 from pydantic import Field
 
 from mlx_experts.engine.layers.options import read_options
-from mlx_experts.engine.weights.tensor_tree import SUFFIXES, StaysInPlace, Tensors, Tree, name_of, put
+from mlx_experts.engine.weights.tensor_tree import SUFFIXES, Tensors, Tree, name_of, put
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.spec.path_pattern import PathPattern
@@ -27,7 +27,7 @@ class StackOptions(Spec):
 
 
 @dataclass(frozen=True)
-class StackNumbered(StaysInPlace):
+class StackNumbered:
     """`NAME.0.weight`, `NAME.1.weight` and so on as one tensor, quantised ones too.
 
     Args:
@@ -83,6 +83,14 @@ class StackNumbered(StaysInPlace):
                         continue
                     for i, part in enumerate(tensors.pop(name)):
                         tensors[name_of(name_of(f"{self.source.fill(at)}.{i}", leaf), suffix)] = part
+
+    def modules(self, path: str, tree: Tree) -> list[str]:
+        """The stack that holds a numbered module."""
+        for leaf in self.leaves:
+            match = PathPattern(name_of(f"{self.source.text}.{{expert}}", leaf)).match(path)
+            if match is not None:
+                return [name_of(self.to.fill(match.numbers), leaf)]
+        return [path]
 
 
 def make_stack(source: str, options: Mapping[str, Any]) -> StackNumbered:
