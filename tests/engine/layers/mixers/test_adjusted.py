@@ -73,6 +73,10 @@ def same(got: dict[str, np.ndarray], want: np.ndarray) -> None:
         np.testing.assert_allclose(value[0], want, rtol=2e-4, atol=2e-5, err_msg=way)
 
 
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
 def causal() -> np.ndarray:
     return np.where(np.tri(LENGTH, dtype=bool), 0.0, -np.inf)
 
@@ -162,6 +166,39 @@ def test_frequencies_are_mixed_for_each_key_head() -> None:
     out = (weights @ np.repeat(v, 2, 0)).swapaxes(0, 1).reshape(LENGTH, -1)
     same(ways(mixer, x), out @ w["o_proj.weight"].T)
     assert plan.layers[0].type == "full_attention"
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_each_head_has_a_norm_and_values_come_from_experts(score: str) -> None:
+    stated = {"mova_num_experts_per_tok": 2, "rope_head_dim": 16, "router_score_func": score}
+    mixer, w, layer = built(
+        "k2_horizon", 1, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **stated
+    )
+    x, sizes, d = inputs(layer.sizes.hidden_size), layer.sizes, layer.sizes.head_dim
+    q, k = (heads(x[0] @ w[f"{n}_proj.weight"].T, c) for n, c in (("q", 4), ("k", 2)))
+    q, k = (
+        normed(t, w[f"{n}_norm.weight"].reshape(len(t), 1, d), sizes.norm_eps)
+        for n, t in (("q", q), ("k", k))
+    )
+    angles = np.arange(LENGTH)[:, None] * 500.0 ** (-np.arange(0, 16, 2) / 16)
+
+    def turned(t: np.ndarray) -> np.ndarray:
+        """The first values of either half of a head."""
+        result, a, b = t.copy(), t[..., :8], t[..., d // 2 : d // 2 + 8]
+        result[..., :8] = a * np.cos(angles) - b * np.sin(angles)
+        result[..., d // 2 : d // 2 + 8] = a * np.sin(angles) + b * np.cos(angles)
+        return result
+
+    logits = x[0] @ w["v_router.weight"].T
+    scores = softmax(logits) if score == "softmax" else 1 / (1 + np.exp(-logits))
+    v = np.zeros((LENGTH, w["v_experts.weight"].shape[1]))
+    for i, picked in enumerate(np.argsort(-(scores + w["v_router.bias"]), -1)[:, :2]):
+        for e in picked:
+            v[i] += scores[i, e] / scores[i, picked].sum() * silu(w["v_experts.weight"][e] @ x[0, i])
+    k, v = np.repeat(turned(k), 2, 0), np.repeat(heads(v, 2), 2, 0)
+    weights = softmax(turned(q) @ k.swapaxes(1, 2) * d**-0.5 + causal())
+    out = (weights @ v).swapaxes(0, 1).reshape(LENGTH, -1) * silu(x[0] @ w["gate_proj.weight"].T)
+    same(ways(mixer, x), out @ w["o_proj.weight"].T)
 
 
 def test_generated_tokens_see_the_prompt_and_the_last_of_their_own() -> None:
