@@ -92,6 +92,7 @@ PLAIN = {
     "cohere2_moe": "order",
     "gemma4": "expert_scale",
     "gemma4_text": "expert_scale",
+    "interns1pro": "groups",
     "kolibri1": "order",
     "lfm2_moe": "score_dtype",
     "phimoe": "select",
