@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 from pydantic import StrictBool, StrictFloat, StrictInt
@@ -79,7 +80,8 @@ def tiny_config(family: Family) -> dict[str, Any]:
         SpecError: the `example` section gives something else than layers for their number.
     """
     flat: dict[str, Any] = {}
-    _put_all(flat, family.example)
+    # A copy: what is made of it may be changed.
+    _put_all(flat, deepcopy(family.example))
     for name, value in _SIZES.items():
         ref = getattr(family.config, name)
         if isinstance(ref, Ref) and not _known(flat, ref):
