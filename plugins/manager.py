@@ -95,7 +95,7 @@ def _register(plugins: pluggy.PluginManager, load: Callable[[], Any], name: str,
     hint = f"repair it, uninstall it, or leave it out with {NARROW_VARIABLE}"
     try:
         plugins.register(load(), name=name)
-    except Exception as error:  # noqa: BLE001 - somebody else's module runs here; its error names the plugin
+    except Exception as error:  # somebody else's module runs here; its error names the plugin
         raise PluginError(
             f"the plugin '{name}' cannot be loaded",
             where=where,
@@ -184,7 +184,7 @@ def _called(implementation: Any, kind: str, owner: str) -> dict[str, Any]:
     """
     try:
         found = implementation.function()
-    except Exception as error:  # noqa: BLE001 - somebody else's hook runs here; its error names the plugin
+    except Exception as error:  # somebody else's hook runs here; its error names the plugin
         raise PluginError(
             f"the plugin '{owner}' cannot register what it has of the kind {kind}",
             where=KINDS[kind],

@@ -118,7 +118,7 @@ def run_tool(
             raise
         except RegistryError:
             raise
-        except Exception as error:  # noqa: BLE001 - another package's command; a bug of ours is raised again
+        except Exception as error:  # another package's command; a bug of ours is raised again
             if _is_ours(error):
                 raise
             raise _stopped(tool, error) from error
