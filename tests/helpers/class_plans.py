@@ -93,8 +93,12 @@ def class_types(family: Family) -> list[str]:
 
 @cache
 def _text(model_type: str) -> str:
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    return str(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    try:
+        return str(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    finally:
+        logging.disable(before)
 
 
 def class_config(model_type: str) -> dict[str, Any]:
