@@ -1,12 +1,13 @@
 """Every environment variable that this package reads, in one place, with what its page says of it.
 
-Settings are read from the environment each time that :func:`read` is called: once for a command, a load or a
-layer's decision, never while tokens are being made.
+Settings are those of the environment each time that :func:`read` is called: once for a command, a load or a
+layer's decision, never while tokens are being made. They are validated once as long as no variable changes.
 """
 
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -143,6 +144,17 @@ def read() -> Settings:
     Raises:
         SettingError: a variable cannot be read; its name, what it takes and what it holds are named.
     """
+    given = tuple(item for item in os.environ.items() if item[0].upper().startswith(PREFIX))
+    found = _validated(given)
+    if not all(folder.is_dir() for folder in found.families):
+        _validated.cache_clear()
+        found = _validated(given)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _validated(_given: tuple[tuple[str, str], ...]) -> Settings:
+    """The settings as the environment has them now, which is what is given."""
     try:
         return Settings()
     except ValidationError as error:
