@@ -1,24 +1,23 @@
 """The one form of a family file: `registry fmt` writes it.
 
-Keys stand in the schema's order. A mapping of plain values stands in braces, a list of them in brackets; any
-other mapping and list is a block. A simple reference stands as `config.key else value`. A blank line parts
-the mathematics from the checkpoint. A comment stays with the key or the item that it stands before,
-or in the line of.
+Keys stand in the schema's order, and values in lines as ``family_lines`` says. A simple reference stands as
+`config.key else value`. Neighbouring conversions of one kind are one step. A blank line parts the mathematics
+from the checkpoint. A comment stays with the key or the item that it stands before, or in the line of.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 
+from mlx_experts.registry.catalog.conversion_steps import INSIDE, KEEPING, RENAMING, STEPS
+from mlx_experts.registry.catalog.family_lines import WIDTH, Node, entry, quoted, wrapped
 from mlx_experts.registry.catalog.shorthand import REFERENCE, SIZE, VERBATIM
 from mlx_experts.registry.catalog.yaml_reader import LOADER, parse
 from mlx_experts.registry.spec.attention import GqaSpec, PluginMixerSpec, WrittenMixer
@@ -26,33 +25,10 @@ from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec
 from mlx_experts.registry.spec.written import Written
 
-WIDTH = 100
-"""Columns of a line."""
 EDITOR_WORDS = "# yaml-language-server: $schema="
 """What stands before the address of a JSON Schema in the line that editors read."""
 SCHEMA_FILE = "family.schema.json"
 """The schema's file, which lies beside the bundled families in the repository and installed."""
-_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
-_BRACKETS = re.compile(r"[\n,\[\]{}]")
-
-
-@dataclass
-class _Node:
-    """A value, and what is said about it: comment lines before it, and one in its line."""
-
-    value: str | dict[str, _Node] | list[_Node]
-    before: list[str] = field(default_factory=list)
-    beside: str = ""
-
-    @property
-    def bare(self) -> bool:
-        """Whether it can stand in braces or brackets: a plain value, or a list of such."""
-        if isinstance(self.value, dict):
-            return False
-        plain = isinstance(self.value, str) or all(
-            isinstance(each.value, str) and not each.before and not each.beside for each in self.value
-        )
-        return plain and not self.before and not self.beside
 
 
 def formatted(text: str, path: Path) -> str:
@@ -75,12 +51,12 @@ def formatted(text: str, path: Path) -> str:
         stated = EDITOR_WORDS + SCHEMA_FILE
     first = [line for line in head if line != stated]
     assert isinstance(tree.value, dict)
-    lines = [*([stated] if stated else []), *_wrapped(first, 0)]
+    lines = [*([stated] if stated else []), *wrapped(first, 0)]
     for key, value in tree.value.items():
         if key == "checkpoint":
             lines.append("")
-        lines += _entry(key, value, 0)
-    return "\n".join([*lines, *_wrapped(left, 0)]) + "\n"
+        lines += entry(key, value, 0)
+    return "\n".join([*lines, *wrapped(left, 0)]) + "\n"
 
 
 def _comments(text: str) -> list[tuple[int, str, bool]]:
@@ -97,28 +73,28 @@ def _comments(text: str) -> list[tuple[int, str, bool]]:
     return found
 
 
-def _tree(node: yaml.Node, comments: list[tuple[int, str, bool]]) -> tuple[_Node, list[str]]:
+def _tree(node: yaml.Node, comments: list[tuple[int, str, bool]]) -> tuple[Node, list[str]]:
     """The document as nodes with their comments, and the comments that stand before nothing."""
-    entries: list[tuple[int, int, _Node]] = []
+    entries: list[tuple[int, int, Node]] = []
 
-    def build(node: yaml.Node) -> _Node:
+    def build(node: yaml.Node) -> Node:
         if isinstance(node, yaml.MappingNode):
-            mapping: dict[str, _Node] = {}
+            mapping: dict[str, Node] = {}
             for key, value in node.value:
                 slot = len(entries)
-                entries.append((key.start_mark.index, key.start_mark.line, _Node("")))
+                entries.append((key.start_mark.index, key.start_mark.line, Node("")))
                 mapping[_scalar(key)] = made = build(value)
                 entries[slot] = (*entries[slot][:2], made)
-            return _Node(mapping)
+            return Node(mapping)
         if isinstance(node, yaml.SequenceNode):
-            items: list[_Node] = []
+            items: list[Node] = []
             for item in node.value:
                 slot = len(entries)
-                entries.append((item.start_mark.index, item.start_mark.line, _Node("")))
+                entries.append((item.start_mark.index, item.start_mark.line, Node("")))
                 items.append(build(item))
                 entries[slot] = (*entries[slot][:2], items[-1])
-            return _Node(items)
-        return _Node(_scalar(node))
+            return Node(items)
+        return Node(_scalar(node))
 
     tree = build(node)
     left: list[str] = []
@@ -139,20 +115,10 @@ def _scalar(node: yaml.Node) -> str:
         return ""
     if not node.style:
         return str(node.value)
-    return _quoted(str(node.value))
+    return quoted(str(node.value))
 
 
-def _quoted(text: str) -> str:
-    plain = text == text.strip() and not _BRACKETS.search(text)
-    if plain:
-        try:
-            plain = yaml.safe_load(f"[{text}]") == [text]
-        except yaml.YAMLError:
-            plain = False
-    return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-
-
-def _sorted(node: _Node, kind: Any, at: tuple[str, ...]) -> None:
+def _sorted(node: Node, kind: Any, at: tuple[str, ...]) -> None:
     """Put keys in the schema's order and references in their short form, in place."""
     if isinstance(node.value, list):
         if len(at) == 2 and at[0] == "config" and node.bare:
@@ -160,6 +126,8 @@ def _sorted(node: _Node, kind: Any, at: tuple[str, ...]) -> None:
             return
         for each in node.value:
             _sorted(each, kind, at)
+        if at == STEPS or at[0] == "define":
+            node.value = _joined(node.value)
         return
     if isinstance(node.value, str) or (at and at[0] in VERBATIM):
         return
@@ -178,7 +146,7 @@ def _sorted(node: _Node, kind: Any, at: tuple[str, ...]) -> None:
         return
     model = _model(kind, node.value)
     fields = _fields(model)
-    order = {key: i for i, key in enumerate(fields)}
+    order = {key: i for i, key in enumerate((INSIDE, *fields) if at == STEPS else fields)}
     node.value = dict(sorted(node.value.items(), key=lambda item: order.get(item[0], len(order))))
     for key, each in node.value.items():
         inner = fields.get(key, kind if get_origin(kind) is dict else Any)
@@ -193,14 +161,57 @@ def _sorted(node: _Node, kind: Any, at: tuple[str, ...]) -> None:
             node.value = only.value
 
 
-def _lists(value: dict[str, _Node]) -> tuple[dict[str, Any], ...]:
+def _joined(steps: list[Node]) -> list[Node]:
+    """Neighbouring steps of a conversion that differ in their paths alone, as one step for all."""
+    found: list[Node] = []
+    for step in steps:
+        before = found[-1] if found else None
+        if before is None or step.before or not _took(before, step):
+            found.append(step)
+    return found
+
+
+def _took(first: Node, second: Node) -> bool:
+    """Whether the first step could take the paths of the second, in place."""
+    if not (isinstance(first.value, dict) and isinstance(second.value, dict)):
+        return False
+    verb = next((v for v in (*RENAMING, *KEEPING) if v in first.value and v in second.value), None)
+    if verb is None or first.beside or second.beside:
+        return False
+    ours, theirs = _paths(verb, first.value), _paths(verb, second.value)
+    rest = [{k: v for k, v in step.items() if k not in (verb, "to")} for step in (first.value, second.value)]
+    if ours is None or theirs is None or rest[0] != rest[1] or type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        if not ours.keys().isdisjoint(theirs):
+            return False
+        paths: dict[str, Node] | list[Node] = {**ours, **theirs}
+    else:
+        paths = [*ours, *theirs]
+    first.value = {k: Node(paths) if k == verb else v for k, v in first.value.items() if k != "to"}
+    return True
+
+
+def _paths(verb: str, step: dict[str, Node]) -> dict[str, Node] | list[Node] | None:
+    """The paths of a step as one for several holds them; None where no such step can."""
+    held = step[verb]
+    if held.before or held.beside:
+        return None
+    if not isinstance(held.value, str):
+        return held.value
+    if "to" not in step:
+        return [held] if verb in KEEPING else None
+    return {held.value: step["to"]} if verb in RENAMING and not step["to"].before else None
+
+
+def _lists(value: dict[str, Node]) -> tuple[dict[str, Any], ...]:
     """The rules that a key alone stands for."""
     key = value["key"].value if "key" in value else None
     plain: dict[str, Any] = {"kind": "list", "key": key}
     return plain, {**plain, "value": "sparse"}
 
 
-def _short(value: dict[str, _Node], at: tuple[str, ...]) -> str | None:
+def _short(value: dict[str, Node], at: tuple[str, ...]) -> str | None:
     """A reference in one line, or None where it does not fit in one."""
     stated, default = value["from"], value.get("default")
     outer = "outer" in value and value["outer"].value == "true" and at[0] != "config"
@@ -226,7 +237,7 @@ def _short(value: dict[str, _Node], at: tuple[str, ...]) -> str | None:
     return text if (SIZE if at[0] == "config" else REFERENCE).fullmatch(text) else None
 
 
-def _has_key(kind: Any, value: dict[str, _Node]) -> bool:
+def _has_key(kind: Any, value: dict[str, Node]) -> bool:
     """Whether `from` is a key of the section itself."""
     model = _model(kind, value)
     return model is not None and model is not Ref and "from" in _fields(model)
@@ -241,7 +252,7 @@ def _models(kind: Any) -> Iterator[type[BaseModel]]:
             yield from _models(each)
 
 
-def _model(kind: Any, value: dict[str, _Node]) -> type[BaseModel] | None:
+def _model(kind: Any, value: dict[str, Node]) -> type[BaseModel] | None:
     """The section that a mapping is, of those that may stand there: the one that has most of its keys."""
     if kind is Ref:
         return Ref
@@ -262,125 +273,3 @@ def _fields(model: type[BaseModel] | None) -> dict[str, Any]:
     if model is None:
         return {}
     return {info.alias or name: info.annotation for name, info in model.model_fields.items()}
-
-
-def _entry(key: str, node: _Node, indent: int) -> list[str]:
-    """The lines of a key with its value."""
-    return [*_wrapped(node.before, indent), *_valued(f"{' ' * indent}{key}:", node, indent)]
-
-
-def _valued(start: str, node: _Node, indent: int) -> list[str]:
-    """The lines of a value behind ``start``, which is a key with its colon or a dash."""
-    flow = _flow(node)
-    if flow is not None:
-        line = f"{start} {flow}"
-        if len(line) <= WIDTH:
-            return _beside(line, node, indent)
-        if isinstance(node.value, str):
-            # A long text goes on in the next line; YAML reads the break as a space.
-            plain = flow[:1] not in "\"'"
-            folded = (
-                textwrap.wrap(line.strip(), WIDTH - indent, subsequent_indent="  ", **_WHOLE)
-                if plain
-                else [line.strip()]
-            )
-            return [
-                *_beside(" " * indent + folded[0], node, indent),
-                *(" " * indent + each for each in folded[1:]),
-            ]
-        if (filled := _filled(start, node, indent)) is not None:
-            return filled
-    if isinstance(node.value, dict):
-        lines = [line for key, each in node.value.items() for line in _entry(key, each, indent + 2)]
-        if start.endswith("-"):
-            first = next(i for i, line in enumerate(lines) if not line.lstrip().startswith("#"))
-            return [*lines[:first], f"{start} {lines[first].lstrip()}", *lines[first + 1 :]]
-        return [*_beside(start, node, indent), *lines]
-    assert isinstance(node.value, list)
-    lines = []
-    for each in node.value:
-        lines += _wrapped(each.before, indent + 2)
-        lines += _valued(f"{' ' * (indent + 2)}-", each, indent + 2)
-    return [*_beside(start, node, indent), *lines]
-
-
-def _flow(node: _Node) -> str | None:
-    """The value in one line, or None where it has parts of its own."""
-    if isinstance(node.value, str):
-        return node.value
-    parts = _parts(node)
-    return None if parts is None else "".join((parts[0], ", ".join(parts[1:-1]), parts[-1]))
-
-
-def _parts(node: _Node) -> list[str] | None:
-    """What stands in brackets or braces, with them first and last; None where a part has parts of its own."""
-    match node.value:
-        case list(items) if items and all(_mapping(each) for each in items):
-            return [
-                "[",
-                *(
-                    _inside(str(_flow(each))) if isinstance(each.value, str) else str(_flow(each))
-                    for each in items
-                ),
-                "]",
-            ]
-        case list(items) if all(each.bare and isinstance(each.value, str) for each in items):
-            return ["[", *(_inside(str(each.value)) for each in items), "]"]
-        case dict(entries) if all(each.bare for each in entries.values()):
-            values = (_inside(v.value) if isinstance(v.value, str) else _flow(v) for v in entries.values())
-            return ["{", *(f"{key}: {value}" for key, value in zip(entries, values, strict=True)), "}"]
-    return None
-
-
-def _mapping(node: _Node) -> bool:
-    """Whether it is a mapping of plain values that can stand in a line with others."""
-    short = isinstance(node.value, str) or (isinstance(node.value, dict) and _parts(node) is not None)
-    return short and not node.before and not node.beside
-
-
-def _filled(start: str, node: _Node, indent: int) -> list[str] | None:
-    """A mapping or list of plain values over several lines; None where a part would not fit in one."""
-    parts = _parts(node)
-    loose = isinstance(node.value, list) and any(
-        isinstance(each.value, dict) or " " in str(each.value) for each in node.value
-    )
-    if parts is None or node.beside or loose:
-        return None
-    lines: list[str] = []
-    line = f"{start} {parts[0]}"
-    for i, part in enumerate(parts[1:-1]):
-        last = i == len(parts) - 3
-        room = WIDTH - (1 if not last else len(parts[-1]))
-        glue = "" if line.endswith(parts[0]) and not lines else " " if line.strip() else ""
-        if len(line) + len(glue) + len(part) > room:
-            lines.append(line)
-            line, glue = " " * (indent + 2), ""
-            if len(line) + len(part) > room:
-                return None
-        line += glue + part + ("," if not last else parts[-1])
-    return [*lines, line]
-
-
-def _inside(text: str) -> str:
-    """A plain value as it stands in brackets or braces."""
-    return _quoted(text) if _BRACKETS.search(text) and text[:1] not in "\"'" else text
-
-
-def _beside(line: str, node: _Node, indent: int) -> list[str]:
-    """A line with the comment that stands in it, or after the comment where both are too long."""
-    if not node.beside:
-        return [line]
-    both = f"{line}  {node.beside}"
-    return [both] if len(both) <= WIDTH else [*_wrapped([node.beside], indent), line]
-
-
-def _wrapped(comments: list[str], indent: int) -> list[str]:
-    """Comment lines at an indentation; those that are too long continue in the next line."""
-    lines = []
-    for text in comments:
-        if len(text) + indent <= WIDTH:
-            lines.append(" " * indent + text)
-        else:
-            words = textwrap.wrap(text.lstrip("# "), WIDTH - indent - 2, **_WHOLE)
-            lines += [f"{' ' * indent}# {line}" for line in words]
-    return lines

@@ -1,10 +1,11 @@
-"""What a family file may write in short: named values, and references to config.json in one line.
+"""What a family file may write in short: named values, references to config.json in one line, joined steps.
 
-`$name` stands for what the section `define` gives that name. `config.key` is `{from: key}`,
+`$name` stands for what the section `define` gives that name; a list that stands so in a list gives it all of
+its items. `config.key` is `{from: key}`,
 `config.key else value` is `{from: key, default: value}`, and `config.key or older_key else value` is
 `{from: [key, older_key], default: value}`; in the section `config` every name is a key, so that the word
 `config.` is left out there. With `outer.` in the place of `config.` the whole config wins over nested text
-settings.
+settings. One step of a checkpoint's conversions may stand for several (``conversion_steps``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 
 import yaml
 
-from mlx_experts.registry.catalog.yaml_reader import KeyPath, Lines
+from mlx_experts.registry.catalog.conversion_steps import STEPS, one_by_one
+from mlx_experts.registry.catalog.yaml_reader import KeyPath, Lines, renumbered
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.spec.values import is_reference
 
@@ -84,10 +86,11 @@ class _Writer:
     def full(self, value: Any, at: KeyPath, within: tuple[str, ...]) -> Any:
         if isinstance(value, dict):
             full = {k: self.full(v, (*at, str(k)), within) for k, v in value.items()}
-            free = is_reference(value) or not {"options", "map"}.isdisjoint(at)
+            free = is_reference(value) or not {"options", "map"}.isdisjoint(at) or at[:2] == STEPS
             return full if free else _sections(full)
         if isinstance(value, list):
-            return [self.full(v, (*at, i), within) for i, v in enumerate(value)]
+            items = self._items(value, at, within)
+            return one_by_one(items, self.lines) if at == STEPS else items
         if not isinstance(value, str):
             return value
         if value.startswith("$"):
@@ -97,6 +100,22 @@ class _Writer:
         if at[0] == "config" and " " in value:
             return self._reference(f"config.{value}", at)
         return value
+
+    def _items(self, value: list[Any], at: KeyPath, within: tuple[str, ...]) -> list[Any]:
+        """A list with its items spelled out, and those of every named list in it."""
+        items: list[Any] = []
+        places: list[dict[KeyPath, KeyPath]] = []
+        for i, each in enumerate(value):
+            full = self.full(each, (*at, i), within)
+            if isinstance(full, list) and isinstance(each, str):
+                items += full
+                places += [{(): (*at, i, n)} for n in range(len(full))]
+            else:
+                items.append(full)
+                places.append({(): (*at, i)})
+        if len(items) != len(value):
+            renumbered(self.lines, at, places)
+        return items
 
     def _named(self, value: str, at: KeyPath, within: tuple[str, ...]) -> Any:
         match = NAME.fullmatch(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,26 @@ def not_yaml(error: yaml.YAMLError, path: Path, text: str) -> SpecError:
         else:
             hint = "look at the indentation, the brackets and the colons of this line and the one before"
     return SpecError("the family file is not valid YAML", where=where, found=what, hint=hint)
+
+
+def renumbered(lines: Lines, at: KeyPath, places: Sequence[Mapping[KeyPath, KeyPath]]) -> None:
+    """Give the items of a list that was rewritten the lines of what they were made of, in place.
+
+    Args:
+        at: the list.
+        places: for each item, by a key in it (nothing for the item itself) the key that was written.
+    """
+    depth = len(at)
+    old = {key: place for key, place in lines.items() if key[:depth] == at and len(key) > depth}
+    under: dict[KeyPath, list[KeyPath]] = {}
+    for key in old:
+        del lines[key]
+        for end in range(depth + 1, len(key) + 1):
+            under.setdefault(key[:end], []).append(key)
+    for n, item in enumerate(places):
+        for inner, source in item.items():
+            for key in under.get(source, ()):
+                lines[*at, n, *inner, *key[len(source) :]] = old[key]
 
 
 def _walk(node: yaml.Node, at: KeyPath, path: Path, lines: Lines, seen_nodes: set[int]) -> None:

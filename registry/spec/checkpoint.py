@@ -4,6 +4,8 @@ A path is a module path or a tensor name with `{layer}` and `{expert}` standing 
 `*` standing for any rest. A path that starts with a dot lies in a decoder layer: `.mlp.gate` is
 `model.layers.{layer}.mlp.gate`, with the names that the section `names` gives. An operation on a module
 path moves all of its tensors (weight, scales, biases, bias, global_scale) together.
+
+A family file may state several operations of a kind in one step (``registry.catalog.conversion_steps``).
 """
 
 from __future__ import annotations
@@ -181,7 +183,12 @@ class CheckpointSpec(Spec):
     prefixes: tuple[str, ...] = Field(
         (), description="Prefixes on disk of the text model, each replaced by the wrapper's."
     )
-    conversions: tuple[Operation, ...] = Field((), description="Operations, applied in order.")
+    conversions: tuple[Operation, ...] = Field(
+        (),
+        description="Operations, applied in order. One step may stand for several: `rename: {a: b, c: d}`, "
+        "and so `split`, `conv` and `pick`; `conv: [a, b]`, and so `reshape`. `in` is what all paths of a "
+        "step begin with: `{in: .mlp, rename: {w1: gate_proj, w3: up_proj}}`.",
+    )
     experts: tuple[ExpertLayout, ...] | None = Field(
         None,
         description="Layouts of the routed experts; when absent `per_expert` and `stacked`, both as they "

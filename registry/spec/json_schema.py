@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from mlx_experts.registry.spec import attention, family
+from mlx_experts.registry.spec.checkpoint import VERBS
 from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec, short_reference
 
@@ -16,6 +17,7 @@ _KEY = r"[A-Za-z_]\w*(\.\w+)*"
 _KEYS = rf"{_KEY}( or {_KEY})*( else \S+)?"
 _SHORT = {"type": "string", "pattern": rf"^(config|outer)\.{_KEYS}$", "description": "config.key else value"}
 _NAMED = {"type": "string", "pattern": r"^\$[A-Za-z_]\w*$", "description": "A value that `define` names."}
+_INSIDE = {"type": "string", "description": "What all paths of the step begin with."}
 _SIZE = {
     "anyOf": [
         {"type": "string", "pattern": rf"^{_KEYS}$", "description": "A config key, and what stands for it."},
@@ -72,6 +74,12 @@ def family_schema() -> dict[str, Any]:
     for name, section in sorted(sections.items()):
         for change in (False, True):
             definitions[name + ("Change" if change else "")] = _section(name, section, change, sections)
+    for verb, model in VERBS.items():
+        if verb != "plugin":
+            _let_a_step_be_several(definitions, verb, model.__name__)
+    for name in ("CheckpointSpec", "CheckpointSpecChange"):
+        steps = definitions[name]["properties"]["conversions"]["anyOf"][0]["items"]
+        steps["anyOf"].append({"$ref": "#/$defs/Named"})
     for section, key in (("MoeSpec", "layers"), ("Family", "layer_types")):
         for name in (section, f"{section}Change"):
             _let_a_key_stand_alone(definitions[name]["properties"][key])
@@ -104,6 +112,26 @@ def _let_a_key_stand_alone(node: Any) -> None:
         node["items"] = {"anyOf": [{"type": "string", "description": "Config key of a list."}, node["items"]]}
     for each in node.get("anyOf", ()):
         _let_a_key_stand_alone(each)
+
+
+def _let_a_step_be_several(definitions: dict[str, Any], verb: str, name: str) -> None:
+    """A conversion may hold several paths, and state once what they begin with."""
+    one = definitions[name]
+    properties = one["properties"] | {"in": _INSIDE}
+    path, to = properties[verb], properties.get("to")
+    many: list[dict[str, Any]] = []
+    if to is not None:
+        many.append({"type": "object", "additionalProperties": to, "minProperties": 1})
+    if "to" not in one["required"]:
+        many.append({"type": "array", "items": path, "minItems": 1})
+    several = {key: value for key, value in properties.items() if key != "to"}
+    several[verb] = {"description": path["description"], "anyOf": many}
+    definitions[name] = {
+        "anyOf": [
+            {**one, "properties": properties},
+            {**one, "properties": several, "required": [verb]},
+        ]
+    }
 
 
 def _section(name: str, section: dict[str, Any], change: bool, sections: dict[str, Any]) -> dict[str, Any]:

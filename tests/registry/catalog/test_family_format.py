@@ -31,7 +31,7 @@ def test_every_family_has_its_form(path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "form"),
     [
-        ("moe: {router: {score: softmax, path: gate}}", "moe:\n  router: {path: gate, score: softmax}"),
+        ("moe: {router: {score: softmax, path: gate}}", "moe: {router: {path: gate, score: softmax}}"),
         (
             "attention: {qkv_bias: {from: bias, default: false}}",
             "attention: {qkv_bias: config.bias else false}",
@@ -40,7 +40,11 @@ def test_every_family_has_its_form(path: Path) -> None:
         ("config: {top_k: {from: [a, b], default: 2}}", "config: {top_k: a or b else 2}"),
         ("config: {top_k: [a, b]}", "config: {top_k: a or b}"),
         ("attention: {rope: {style: half}}", "attention: {rope: half}"),
-        ("attention: {clip: {from: a, map: {x: 1}}}", "attention:\n  clip:\n    from: a\n    map: {x: 1}"),
+        ("attention: {clip: {from: a, map: {x: 1}}}", "attention:\n  clip: {from: a, map: {x: 1}}"),
+        (
+            "moe: {router: {score: softmax, renormalize: {enabled: true, eps: 1.0e-20}, scale: 2.0}}",
+            "moe:\n  router: {score: softmax, renormalize: {enabled: true, eps: 1.0e-20}, scale: 2.0}",
+        ),
         ("head: {tied: {from: a, default: false, outer: true}}", "head: {tied: outer.a else false}"),
         (
             "layer_types: [{kind: list, key: a}, {kind: pattern, types: [b]}]",
@@ -48,7 +52,19 @@ def test_every_family_has_its_form(path: Path) -> None:
         ),
         ("head: {tied: 'true'}", 'head: {tied: "true"}'),
         ('names: {embed: "wte"}', "names: {embed: wte}"),
-        ("variants:\n  a: {}\n  b: null", "variants:\n  a: {}\n  b: null"),
+        (
+            "checkpoint: {conversions: [{rename: a, to: b}, {rename: c, to: d}, {conv: e}, {conv: f}]}",
+            "checkpoint:\n  conversions:\n    - rename: {a: b, c: d}\n    - {conv: [e, f]}",
+        ),
+        (
+            "checkpoint: {conversions: [{rename: a, to: b}, {rename: a, to: d}, {rename: {c: a}}]}",
+            "checkpoint:\n  conversions:\n    - {rename: a, to: b}\n    - rename: {a: d, c: a}",
+        ),
+        (
+            "checkpoint: {conversions: [{rename: a, to: b, in: .m}, {rename: c, to: d, in: .m}, {conv: e}]}",
+            "checkpoint:\n  conversions:\n    - {in: .m, rename: {a: b, c: d}}\n    - {conv: e}",
+        ),
+        ("variants:\n  a: {}\n  b: null", "variants: {a: {}, b: null}"),
         ("checkpoint: {ignore: ['*.x', 'a, b']}", 'checkpoint: {ignore: ["*.x", "a, b"]}'),
     ],
 )
@@ -59,7 +75,7 @@ def test_a_text_gets_its_form(written: str, form: str) -> None:
 
 def test_keys_stand_in_the_order_of_the_schema_and_with_the_checkpoint_apart() -> None:
     text = "checkpoint: {ignore: [a]}\nmoe: {router: {score: softmax}}\nnorm: {kind: layer}"
-    assert body(text) == "norm: {kind: layer}\nmoe:\n  router: {score: softmax}\n\ncheckpoint: {ignore: [a]}"
+    assert body(text) == "norm: {kind: layer}\nmoe: {router: {score: softmax}}\n\ncheckpoint: {ignore: [a]}"
 
 
 def test_comments_stay_with_what_they_stand_before() -> None:
@@ -73,6 +89,36 @@ def test_comments_stay_with_what_they_stand_before() -> None:
 def test_a_comment_inside_braces_makes_a_block() -> None:
     text = "attention: {qkv_bias: true,\n  # why\n  out_bias: false}"
     assert body(text) == "attention:\n  qkv_bias: true\n  # why\n  out_bias: false"
+    text = "attention:\n  rope: {style: half, options: {a: 1,\n    # why\n    b: 2}}"
+    assert body(text) == (
+        "attention:\n  rope:\n    style: half\n    options:\n      a: 1\n      # why\n      b: 2"
+    )
+
+
+def test_a_comment_parts_conversions() -> None:
+    steps = "    - {rename: a, to: b}\n    # why\n    - rename: {c: d, e: f}\n    - {rename: g, to: h}  # too"
+    text = f"checkpoint:\n  conversions:\n{steps}"
+    assert body(text) == text
+
+
+def test_braces_inside_braces_stand_at_one_depth() -> None:
+    deep = "attention:\n  rope:\n    options: {a: {b: 1}}"
+    assert body(deep) == deep
+    deeper = "attention:\n  rope: {style: half, options: {a: {b: 1}}}"
+    assert body(deeper) == "attention:\n  rope:\n    style: half\n    options: {a: {b: 1}}"
+
+
+def test_a_part_too_long_for_a_line_starts_one_and_ends_one() -> None:
+    """So that what belongs together is seen: the parts after it are not behind its end."""
+    keys = ", ".join(f"a_rather_long_key_{i}: {i}" for i in range(6))
+    text = body(f"attention:\n  rope: {{style: half, options: {{{keys}}}, entry: x}}")
+    assert text.splitlines()[1:] == [
+        "  rope: {style: half,",
+        "    options: {a_rather_long_key_0: 0, a_rather_long_key_1: 1, a_rather_long_key_2: 2,",
+        "      a_rather_long_key_3: 3, a_rather_long_key_4: 4, a_rather_long_key_5: 5},",
+        "    entry: x}",
+    ]
+    assert body(text) == text
 
 
 def test_long_lines_are_broken_and_read_the_same(tmp_path: Path) -> None:

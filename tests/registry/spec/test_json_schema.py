@@ -64,6 +64,9 @@ def test_a_family_of_the_docs_and_of_a_plugin_are_valid(validator: Draft202012Va
         "extends: qwen3_moe\nmoe: {layers: [{kind: evry}]}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{renam: a, to: b}]}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{rename: a}]}",
+        "extends: qwen3_moe\ncheckpoint: {conversions: [{rename: {a: b}, to: c}]}",
+        "extends: qwen3_moe\ncheckpoint: {conversions: [{rename: [a, b]}]}",
+        "extends: qwen3_moe\ncheckpoint: {conversions: [{plugin: absorb_kv, from: a, in: b}]}",
         "extends: qwen3_moe\ncheckpoint: {ignore: mtp.*}",
         "extends: qwen3_moe\nattention: {window: -3}",
         "extends: qwen3_moe\nvariants: {near: {windw: 3}}",
@@ -91,6 +94,8 @@ def test_what_the_package_refuses_is_invalid(
         "extends: qwen3_moe\nmoe: {experts: {activation: swiglu}, router: {selection_bias: bias}}",
         "extends: qwen3_moe\nconfig: {top_k: k or kk else 2, num_experts: [a, b], expert_width: w}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{split: .a, to: [.b, .c]}], optional: ['*.x']}",
+        "extends: qwen3_moe\ncheckpoint: {conversions: [{in: .m, rename: {a: b, c: d}}, {conv: [.a, .b]}]}",
+        "extends: qwen3_moe\ndefine: {x: [{conv: .a}]}\ncheckpoint: {conversions: [{split: {.a: [.b]}}, $x]}",
     ],
 )
 def test_what_the_package_takes_is_valid(text: str, validator: Draft202012Validator, tmp_path: Path) -> None:
