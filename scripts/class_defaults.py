@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,24 @@ def class_config(model_type: str) -> dict[str, Any] | None:
     if model_type not in CONFIG_MAPPING_NAMES:
         return None
     logging.disable(logging.WARNING)
-    config: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    kind = CONFIG_MAPPING[model_type]
+    # Text settings that are absent as a whole are another matter than one of their keys.
+    parts = {key: {} for key, part in kind.sub_configs_defaults.items() if "text" in key and part.init_kwargs}
+    config: dict[str, Any] = json.loads(kind(**parts).to_json_string(use_diff=False))
     return config
 
 
-def worked_out(kind: Any) -> set[str]:
-    """Keys that a class works out from others where a config leaves them out: no literal stands for them."""
+def worked_out(kind: Any, inner: Set[str]) -> set[str]:
+    """Keys that a class works out from others where a config leaves them out: no literal stands for them.
+
+    Args:
+        inner: keys of its settings of the text model; those of towers are left alone.
+    """
     found = {field.name for field in dataclasses.fields(kind) if field.default is None}
-    for nested in kind.sub_configs.values():
-        if dataclasses.is_dataclass(nested):
-            found |= worked_out(nested)
+    for key in kind.sub_configs.keys() & inner:
+        part = kind.sub_configs_defaults.get(key)
+        nested = kind.sub_configs[key] if part is None else part.get_config_class(part.model_type)
+        found |= worked_out(nested, inner)
     return found
 
 
@@ -95,7 +103,8 @@ def needed(family: Family, model_type: str) -> dict[str, Any]:
     whole = class_config(model_type)
     if whole is None:
         return {}
-    text, found, computed = text_level(family, whole), {}, worked_out(CONFIG_MAPPING[model_type])
+    inner = {key for keys in family.text_keys for key in keys.split(".")}
+    text, found, computed = text_level(family, whole), {}, worked_out(CONFIG_MAPPING[model_type], inner)
     for ref in references(family):
         values = [(key, value_of(key, text, whole)) for key in ref.keys]
         given = next(((key, value) for key, value in values if value is not None), None)

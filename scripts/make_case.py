@@ -118,6 +118,8 @@ def make_case(name: str, recipe: dict[str, Any], out: Path, seeds: int, largest:
     reload_hub = not (renames := recipe.get("hub_renames")) and not lent
     if recipe.get("unstack"):
         unstack_tensors(hub / "model.safetensors")
+    if stacks := recipe.get("stacks"):
+        stack_tensors(hub / "model.safetensors", stacks)
     if renames:
         rename_tensors(hub / "model.safetensors", renames)
     if joins := recipe.get("joins"):
@@ -334,6 +336,19 @@ def unstack_tensors(path: Path) -> None:
         for number, matrix in enumerate(tensors.pop(name)):
             for part, rows in zip(leaves, matrix.chunk(len(leaves)), strict=True):
                 tensors[f"{at}.{number}.{part}.weight"] = rows.contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def stack_tensors(path: Path, stacks: dict[str, str]) -> None:
+    """One tensor for each expert as one stack of transposed matrices [experts, in, out]."""
+    tensors = load_file(path)
+    for pattern, new in stacks.items():
+        parts: dict[str, dict[int, torch.Tensor]] = {}
+        for name in list(tensors):
+            if found := re.search(pattern, name):
+                parts.setdefault(re.sub(pattern, new, name), {})[int(found[1])] = tensors.pop(name)
+        for name, part in parts.items():
+            tensors[name] = torch.stack([part[i].T for i in range(len(part))]).contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
 
 

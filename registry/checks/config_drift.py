@@ -69,6 +69,11 @@ def _keys_of(kind: Any, base: set[str], prefix: str) -> Keys:
                 nested = kind.sub_configs[field.name]
                 if dataclasses.is_dataclass(nested):
                     keys.update(_keys_of(nested, base, f"{prefix}{field.name}."))
+                else:
+                    # Any model's config may stand here; that of the default type has keys of its own.
+                    keys[f"{prefix}{field.name}.model_type"] = kind.sub_configs_defaults[
+                        field.name
+                    ].model_type
             continue
         keys[prefix + field.name] = _literal(field)
     return keys

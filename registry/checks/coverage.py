@@ -13,13 +13,10 @@ from pathlib import Path
 
 from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.catalog.unsupported import unsupported
+from mlx_experts.registry.checks.transformers_configs import classes_with_experts
 
 _EXPERT_CONTAINER = "switch_layers"
-_EXPERT_KEYS = re.compile(
-    r"^\s+(num_experts|num_local_experts|n_routed_experts|moe_num_experts|moe_topk|top_k_experts)\s*:", re.M
-)
 _RELATIVE_IMPORT = re.compile(r"^\s*from \.(?P<module>\w*) import (?P<names>\([^)]*\)|[^\n]*)", re.M)
-_MODEL_TYPE = re.compile(r"""^\s+model_type(?:\s*:\s*[\w\[\]]+)?\s*=\s*["']([^"']+)["']""", re.M)
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def mlx_lm_families(folder: Path | None = None) -> list[Known]:
 
 
 def transformers_families(folder: Path | None = None) -> list[Known]:
-    """MoE configurations of transformers: those with a field for the number of experts.
+    """MoE configurations of transformers: those that count experts, or hold a text model that does.
 
     Args:
         folder: its models folder; None finds the installed one, empty when there is none.
@@ -76,15 +73,10 @@ def transformers_families(folder: Path | None = None) -> list[Known]:
     if folder is None:
         return []
     found = []
-    for path in sorted(folder.glob("*/configuration_*.py")):
-        text = path.read_text(encoding="utf-8")
-        if not _EXPERT_KEYS.search(text):
-            continue
-        types = [t for t in _MODEL_TYPE.findall(text) if not _is_part(t)]
-        name = path.parent.name
-        found.append(
-            Known("transformers", name if name in types or not types else types[0], f"{name}/{path.name}")
-        )
+    for path, classes in classes_with_experts(folder).items():
+        types = {each.model_type for each in classes if each.model_type and not _is_part(each.model_type)}
+        file = f"{path.parent.name}/{path.name}"
+        found += [Known("transformers", name, file) for name in sorted(types or {path.parent.name})]
     return found
 
 

@@ -56,7 +56,7 @@ OTHERWISE = {
     ("qwen3_vl_moe", "tie_word_embeddings"): _OLDER_TIE,
 }
 # Lists with one entry a layer, which no table can hold for every number of layers.
-NEED_A_LIST = {"cohere2_moe", "flint", "mimo_v2_flash", "nemotron_h", "nemotron_h_omni"}
+NEED_A_LIST = {"cohere2_moe", "flint", "mimo_v2_flash", "nemo_speechlm", "nemotron_h", "nemotron_h_omni"}
 # Said in another way, and the same model.
 SAME = {
     "moe.layers[0].end": "the last layer, counted or -1",
@@ -96,7 +96,10 @@ def _text(model_type: str) -> str:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        return str(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+        kind = CONFIG_MAPPING[model_type]
+        # Text settings that are absent as a whole are another matter than one of their keys.
+        parts = {k: {} for k, part in kind.sub_configs_defaults.items() if "text" in k and part.init_kwargs}
+        return str(kind(**parts).to_json_string(use_diff=False))
     finally:
         logging.disable(before)
 

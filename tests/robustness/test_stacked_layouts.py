@@ -95,11 +95,12 @@ def test_fp8_bytes_without_their_scale_are_refused_in_every_family(declared: boo
 
 
 def square(name: str) -> Model:
-    """A tiny model whose joined gate and up is square: twice the expert width is the model's."""
+    """A tiny model whose joined gate and up, or up where there is no gate, is square."""
     family = catalog().load(name)
     config = tiny_config(family)
     text = config.get("text_config", config)
-    text["hidden_size"], text[family.config.expert_width.keys[0]] = 64, 32
+    width = 64 if family.moe.experts.kind == "mlp" else 32
+    text["hidden_size"], text[family.config.expert_width.keys[0]] = 64, width
     return build_tiny(family, config)
 
 
