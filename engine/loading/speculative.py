@@ -35,10 +35,11 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_experts.engine.models.model import last_position
 from mlx_experts.registry.errors import SettingError
 
-# Rounds before drafting is judged, and plain steps that it is judged by.
-ROUNDS, STEPS = 5, 4
-# Tokens after which it is judged again: what is easy to guess changes with the text.
-AGAIN = 64
+# Rounds before drafting is judged by what it made, and before it is by what it could have made at best.
+ROUNDS, FIRST_ROUNDS = 5, 2
+# Plain steps in a row that drafting is judged by, and tokens after which they are measured anew, the first
+# time and later: what is easy to guess changes with the text, and a machine is busy for a moment.
+STEPS, SOON, AGAIN = 4, 16, 64
 
 Token = tuple[int, mx.array, bool]
 
@@ -73,14 +74,14 @@ class Account:
         drafted: tokens that were guessed.
         accepted: guesses that the model agreed with.
         stopped: why drafting ended before the text did; empty where it did not.
-        rounds: seconds and tokens of each round with drafts since drafting was last judged.
-        steps: seconds of each step without.
+        steps: seconds of a plain step, each time that some were measured.
+        rounds: seconds, guesses and tokens of each round with drafts since then.
     """
 
     drafted: int = 0
     accepted: int = 0
     stopped: str = ""
-    rounds: list[tuple[float, int]] = field(default_factory=list, repr=False)
+    rounds: list[tuple[float, int, int]] = field(default_factory=list, repr=False)
     steps: list[float] = field(default_factory=list, repr=False)
 
     @property
@@ -89,10 +90,18 @@ class Account:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def loses(self) -> bool:
-        """Whether a token takes longer with drafts than without, as far as it was measured."""
+        """Whether a token takes longer with drafts than without, as far as it was measured.
+
+        Until there are enough rounds to know how many guesses stand, drafting loses only where it would if
+        all of them stood.
+        """
+        count = len(self.rounds)
+        if count < FIRST_ROUNDS or not self.steps:
+            return False
         # The shortest of each: the first ones compile, and a machine that is busy only makes them longer.
-        seconds, count = min(each for each, _ in self.rounds), sum(made for _, made in self.rounds)
-        with_drafts, without = seconds * len(self.rounds) / count, min(self.steps)
+        seconds, without = min(each for each, _, _ in self.rounds), min(self.steps[-2:])
+        guesses, made = (sum(each[i] for each in self.rounds) for i in (1, 2))
+        with_drafts = seconds * count / (made if count >= ROUNDS else guesses + count)
         if with_drafts <= without:
             return False
         self.stopped = (
@@ -260,21 +269,58 @@ def speculate(
         quantize(cache)
 
     place = Place(cache, reread)
-    last, made, judge_at = _first(prompt[-1:]), 0, 0
+    last, made, measure_at = _first(prompt[-1:]), 0, 0
     new: list[int] = []
     given = 0
+
+    def plainly(count: int) -> tuple[list[int], list[mx.array], mx.array | None, float]:
+        """Steps without drafts, each begun before the one before it has ended, as plain decoding does.
+
+        Returns:
+            Their tokens and log-probabilities, the hidden states [count, D], and the seconds of a step.
+        """
+        place.mark()
+        fed, found, states, ends = [mx.array([last], mx.uint32)], [], [], []
+        for i in range(count + 1):
+            if i < count:
+                logits, state = read(fed[-1])
+                quantize(cache)
+                tokens, logprobs = choose(fed[-1], logits)
+                mx.async_eval(tokens, logprobs)
+                choose.keep(fed[-1])
+                fed.append(tokens.astype(mx.uint32))
+                found.append(logprobs[0])
+                states += [] if state is None else [state]
+            if i:
+                mx.eval(fed[i])
+                ends.append(time.perf_counter())
+        place.hold(mx.concatenate(fed[:-1]))
+        step = (ends[-1] - ends[0]) / (count - 1)
+        return _ids(mx.concatenate(fed[1:])), found, mx.concatenate(states) if states else None, step
+
     try:
         while made != max_tokens:
-            judging = adaptive and made >= judge_at and len(account.rounds) >= ROUNDS
-            left = max_tokens - made - 1 if max_tokens > 0 else num_draft_tokens
-            count = 0 if judging else min(num_draft_tokens, left)
+            left = max_tokens - made if max_tokens > 0 else num_draft_tokens + 1 + STEPS
+            if adaptive and num_draft_tokens and made >= measure_at and left > STEPS:
+                with mx.stream(stream):
+                    new, chances, states, step = plainly(STEPS)
+                    drafter.confirm(new, 0, states)
+                account.steps.append(step)
+                account.rounds = []
+                measure_at = made + STEPS + (AGAIN if made else SOON)
+                given, last = 0, new[-1]
+                for token, chance in zip(new, chances, strict=True):
+                    made, given = made + 1, given + 1
+                    yield token, chance, False
+                continue
+            count = min(num_draft_tokens, left - 1)
             began = time.perf_counter()
             with mx.stream(stream):
                 drafts = drafter.draft(count) if count else mx.array([], mx.uint32)
                 # A drafter may have no guess yet.
                 count = drafts.size
+                place.mark()
                 fed = mx.concatenate([mx.array([last], mx.uint32), drafts.astype(mx.uint32)])
-                place.mark(fed)
                 logits, states = read(fed)
                 quantize(cache)
                 tokens, logprobs = choose(fed, logits)
@@ -282,6 +328,7 @@ def speculate(
                 guesses, sampled = _ids(drafts), _ids(tokens)
                 stand = next((i for i, guess in enumerate(guesses) if guess != sampled[i]), count)
                 new, given = sampled[: stand + 1], 0
+                place.hold(fed)
                 place.keep(stand + 1)
                 drafter.confirm(new, count, None if states is None else states[: stand + 1])
             account.drafted += count
@@ -292,13 +339,9 @@ def speculate(
                 made, given = made + 1, given + 1
                 yield token, logprobs[i], i < stand
             if count:
-                account.rounds.append((spent, len(new)))
-            elif judging:
-                account.steps.append(spent)
-            if len(account.steps) == STEPS:
-                if account.loses():
+                account.rounds.append((spent, count, len(new)))
+                if adaptive and account.loses():
                     break
-                account.rounds, account.steps, judge_at = [], [], made + AGAIN
     finally:
         if keeps and new and not account.stopped:
             # Whoever keeps the cache takes it to hold every token that was given.
@@ -350,10 +393,13 @@ class Place:
         self._twins: list[Any] = []
         self._fed, self._held = mx.array([]), 0
 
-    def mark(self, fed: mx.array) -> None:
-        """Remember this place; ``fed`` [L] is read next."""
-        self._fed, self._held = fed, fed.size
+    def mark(self) -> None:
+        """Remember this place."""
         self._twins = [None if _cuts(each) else _twin(each) for each in self._cache]
+
+    def hold(self, fed: mx.array) -> None:
+        """``fed`` [L] was read since the mark."""
+        self._fed, self._held = fed, fed.size
 
     def keep(self, count: int) -> None:
         """Hold the first ``count`` of the tokens that were read since the mark."""

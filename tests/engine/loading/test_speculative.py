@@ -89,14 +89,17 @@ def test_a_model_with_fewer_caches_than_layers_keeps_its_own() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("given", [1, 2, 3, 4, 6])
-def test_a_cache_of_the_callers_holds_every_token_that_was_given(own: bool, given: int, dense: Any) -> None:
+def test_a_cache_of_the_callers_holds_every_token_that_was_given(
+    own: bool, given: int, adaptive: bool, dense: Any
+) -> None:
     model, tokenizer = demo()
     draft = model if own else dense
     prompt = mx.array(tokenizer.encode(PROMPT))
     caches = make_prompt_cache(model) + make_prompt_cache(draft)
     steps = speculative_step(
-        prompt, model, draft, num_draft_tokens=3, max_tokens=20, prompt_cache=caches, adaptive=False
+        prompt, model, draft, num_draft_tokens=3, max_tokens=20, prompt_cache=caches, adaptive=adaptive
     )
     tokens = [next(steps)[0] for _ in range(given)]
     steps.close()
@@ -121,7 +124,7 @@ def test_drafting_that_loses_ends_and_the_text_goes_on() -> None:
     processors = make_logits_processors(repetition_penalty=1.2)
     assert [token for token, _, _ in steps] == plain(model, prompt, 50)
     assert account.stopped.startswith("drafting ended: ")
-    assert account.drafted < 20
+    assert account.drafted < 12
     steps = speculate(prompt, model, Slow(model), max_tokens=40, logits_processors=processors)
     assert [token for token, _, _ in steps] == plain(model, prompt, 40, logits_processors=processors)
 
@@ -162,14 +165,41 @@ def test_eight_sequences_are_decoded_in_one_fused_call_a_layer() -> None:
 
 
 def test_one_busy_moment_does_not_end_drafting_that_wins() -> None:
-    account = Account(rounds=[(0.1, 4), (5.0, 4), (0.1, 4), (0.1, 4)], steps=[0.05, 0.05, 0.05, 0.05])
+    account = Account(rounds=[(0.1, 3, 4), (5.0, 3, 4), (0.1, 3, 4), (0.1, 3, 4)] * 2, steps=[0.05])
+    assert not account.loses()
+    account = Account(rounds=[(0.1, 3, 4)] * 5, steps=[0.04, 9.0])
     assert not account.loses()
 
 
 def test_drafting_that_wins_goes_on() -> None:
-    account = Account(rounds=[(9.0, 1)] + [(0.1, 4)] * 4, steps=[0.05] * 4)
+    account = Account(rounds=[(9.0, 3, 1)] + [(0.1, 3, 4)] * 4, steps=[0.05])
     assert not account.loses()
     assert account.stopped == ""
+
+
+def test_drafting_is_ended_early_only_where_no_guess_could_save_it() -> None:
+    """Two rounds of one token each say little of how many guesses stand."""
+    account = Account(rounds=[(0.1, 3, 1)] * 2, steps=[0.05])
+    assert not account.loses()
+    account.rounds *= 3
+    assert account.loses()
+    account = Account(rounds=[(0.3, 3, 4)], steps=[0.05])
+    assert not account.loses()
+    account.rounds *= 2
+    assert account.loses()
+    assert account.stopped == "drafting ended: 75.0 ms a token with it, 50.0 ms without"
+
+
+def test_a_draft_as_large_as_the_model_costs_two_rounds() -> None:
+    """Its guesses are all right, and a round takes as long as more than its tokens do without."""
+    model, tokenizer = demo()
+    prompt = mx.array(tokenizer.encode(PROMPT))
+    account = Account()
+    steps = speculate(prompt, model, Slow(model), num_draft_tokens=3, max_tokens=60, account=account)
+    found = list(steps)
+    assert [token for token, _, _ in found] == plain(model, prompt, 60)
+    assert account.drafted == 6
+    assert [i for i, (_, _, drafted) in enumerate(found) if drafted] == [4, 5, 6, 8, 9, 10]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "gpt_oss", "longcat_flash", "jamba"])
@@ -179,10 +209,10 @@ def test_states_and_full_windows_go_back_to_where_they_were(name: str) -> None:
     want = plain(model, prompt, 24)
     steps = speculative_step(prompt, model, draft, num_draft_tokens=3, max_tokens=24, adaptive=False)
     assert [token for token, _, _ in steps] == want
-    for given in (2, 3, 9):
+    for given, adaptive in ((2, False), (3, False), (9, False), (3, True), (5, True)):
         caches = make_prompt_cache(model) + make_prompt_cache(draft)
         steps = speculative_step(
-            prompt, model, draft, max_tokens=24, prompt_cache=caches, adaptive=False, num_draft_tokens=3
+            prompt, model, draft, max_tokens=24, prompt_cache=caches, adaptive=adaptive, num_draft_tokens=3
         )
         assert [next(steps)[0] for _ in range(given)] == want[:given]
         steps.close()
