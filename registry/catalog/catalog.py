@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mlx_experts.registry import settings
 from mlx_experts.registry.catalog.dense import signs_of_experts
+from mlx_experts.registry.catalog.shorthand import merge as merge
 from mlx_experts.registry.catalog.shorthand import spelled_out
 from mlx_experts.registry.catalog.unsupported import declared_reason, versions_here
 from mlx_experts.registry.catalog.validation_errors import at, spec_error
@@ -146,16 +147,14 @@ class Catalog:
         data, lines = read_yaml(path)
         base = data.get("extends")
         names = _defined(read_yaml(self.path(base))[0]) if isinstance(base, str) else {}
-        written = spelled_out(data, merge(names, _defined(data)), lines, path)
-        written.pop("define", None)
-        return written
+        return _without_names(spelled_out(data, merge(names, _defined(data)), lines, path))
 
     def _merged(self, name: str) -> tuple[dict[str, Any], Lines, Path]:
         path = self.path(name)
         data, lines = read_yaml(path)
         base_name = data.get("extends")
         if base_name is None:
-            return spelled_out(data, _defined(data), lines, path), lines, path
+            return _without_names(spelled_out(data, _defined(data), lines, path)), lines, path
         if not isinstance(base_name, str) or base_name == name or base_name not in self.entries:
             others = [other for other in self.entries if other != name]
             near = difflib.get_close_matches(str(base_name), others, n=1, cutoff=0.4)
@@ -178,7 +177,7 @@ class Catalog:
         names = merge(_defined(base), _defined(data))
         base = spelled_out(base, names, base_lines, self.path(base_name))
         data = spelled_out(data, names, lines, path)
-        return merge(base, data), {**base_lines, **lines}, path
+        return _without_names(merge(base, data)), {**base_lines, **lines}, path
 
     def for_config(self, config: Mapping[str, Any]) -> Family:
         """The family that a config.json belongs to.
@@ -253,6 +252,11 @@ def _defined(data: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _without_names(data: dict[str, Any]) -> dict[str, Any]:
+    """A mapping that is spelled out: its named values stand where they are used."""
+    return {key: value for key, value in data.items() if key != "define" or not isinstance(value, dict)}
+
+
 def mixers(family: Family, lines: Lines | None = None, path: Path | None = None) -> dict[str, Any]:
     """By layer type, the family's mixer as written, or None for no mixer.
 
@@ -291,23 +295,6 @@ def _ill_matched(kind: str, variant: str, lines: Lines, path: Path) -> SpecError
         expected="a kind that has these keys, or variants that are stated anew",
         hint=f"did you mean {near[0]}?" if near else f"state `variants: {{{variant}: …}}` in this file too",
     )
-
-
-def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """``change`` over ``base``: mappings are merged key by key, everything else is replaced.
-
-    A mapping of another `kind`, or a config reference, replaces the old one whole.
-    """
-    result = dict(base)
-    for key, value in change.items():
-        old = result.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        if isinstance(old, Mapping) and both and "from" not in value and "from" not in old:
-            same_kind = "kind" not in value or value["kind"] == old.get("kind", value["kind"])
-            result[key] = merge(old, value) if same_kind else value
-        else:
-            result[key] = value
-    return result if change.get("kind", base.get("kind")) == base.get("kind") or not base else dict(change)
 
 
 def validate(data: dict[str, Any], lines: Lines, path: Path) -> Family:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_experts.registry.catalog.yaml_reader import KeyPath, Lines, renumbered
 
-STEPS: KeyPath = ("checkpoint", "conversions")
+STEPS = ("checkpoint", "conversions")
 """Where the steps stand."""
 INSIDE = "in"
 """The key of what every path of a step begins with."""
@@ -44,15 +44,16 @@ def _singles(step: Any, at: KeyPath) -> Iterator[tuple[Any, dict[KeyPath, KeyPat
         yield step, {(): at}
         return
     held = step[verb]
-    here = {(key,): (*at, key) for key in step if key != verb}
+    here: dict[KeyPath, KeyPath] = {(key,): (*at, key) for key in step if key != verb}
+    itself: tuple[KeyPath, ...] = ((), (verb,))
     if isinstance(held, dict) and held and verb in RENAMING and "to" not in step:
         for path, name in held.items():
             place = (*at, verb, path)
-            places = here | dict.fromkeys(((), (verb,), ("to",)), place)
+            places = here | dict.fromkeys((*itself, ("to",)), place)
             yield _whole({**step, verb: path, "to": name}, verb), places
     elif isinstance(held, list) and held and verb in KEEPING and "to" not in step:
         for n, path in enumerate(held):
-            yield _whole({**step, verb: path}, verb), here | dict.fromkeys(((), (verb,)), (*at, verb, n))
+            yield _whole({**step, verb: path}, verb), here | dict.fromkeys(itself, (*at, verb, n))
     else:
         yield _whole(step, verb), {(): at}
 

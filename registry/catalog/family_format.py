@@ -18,9 +18,10 @@ from pydantic import BaseModel
 
 from mlx_experts.registry.catalog.conversion_steps import INSIDE, KEEPING, RENAMING, STEPS
 from mlx_experts.registry.catalog.family_lines import WIDTH, Node, entry, quoted, wrapped
-from mlx_experts.registry.catalog.shorthand import REFERENCE, SIZE, VERBATIM
+from mlx_experts.registry.catalog.shorthand import EXTENDS, REFERENCE, SIZE, VERBATIM
 from mlx_experts.registry.catalog.yaml_reader import LOADER, parse
 from mlx_experts.registry.spec.attention import GqaSpec, PluginMixerSpec, WrittenMixer
+from mlx_experts.registry.spec.checkpoint import VERBS, CheckpointSpec
 from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec
 from mlx_experts.registry.spec.written import Written
@@ -124,9 +125,11 @@ def _sorted(node: Node, kind: Any, at: tuple[str, ...]) -> None:
         if len(at) == 2 and at[0] == "config" and node.bare:
             node.value = " or ".join(str(each.value) for each in node.value)
             return
+        if at[0] == "define" and any(map(_is_step, node.value)):
+            kind, at = _fields(Written[CheckpointSpec])[STEPS[1]], STEPS
         for each in node.value:
             _sorted(each, kind, at)
-        if at == STEPS or at[0] == "define":
+        if at == STEPS:
             node.value = _joined(node.value)
         return
     if isinstance(node.value, str) or (at and at[0] in VERBATIM):
@@ -146,7 +149,8 @@ def _sorted(node: Node, kind: Any, at: tuple[str, ...]) -> None:
         return
     model = _model(kind, node.value)
     fields = _fields(model)
-    order = {key: i for i, key in enumerate((INSIDE, *fields) if at == STEPS else fields)}
+    first = () if at == () else (EXTENDS, INSIDE) if at == STEPS else (EXTENDS,)
+    order = {key: i for i, key in enumerate((*first, *fields))}
     node.value = dict(sorted(node.value.items(), key=lambda item: order.get(item[0], len(order))))
     for key, each in node.value.items():
         inner = fields.get(key, kind if get_origin(kind) is dict else Any)
@@ -161,14 +165,36 @@ def _sorted(node: Node, kind: Any, at: tuple[str, ...]) -> None:
             node.value = only.value
 
 
+def _is_step(node: Node) -> bool:
+    """Whether an item of a named list can only be a conversion."""
+    return isinstance(node.value, dict) and not VERBS.keys().isdisjoint(node.value)
+
+
 def _joined(steps: list[Node]) -> list[Node]:
     """Neighbouring steps of a conversion that differ in their paths alone, as one step for all."""
     found: list[Node] = []
     for step in steps:
+        _alone(step)
         before = found[-1] if found else None
         if before is None or step.before or not _took(before, step):
             found.append(step)
     return found
+
+
+def _alone(step: Node) -> None:
+    """Write a step that maps one path with `to`, in place."""
+    verb = next((v for v in RENAMING if v in step.value), None) if isinstance(step.value, dict) else None
+    if verb is None or not isinstance(step.value, dict) or "to" in step.value:
+        return
+    paths = step.value[verb].value
+    if not isinstance(paths, dict) or len(paths) != 1:
+        return
+    ((path, name),) = paths.items()
+    if not (name.before or name.beside or step.value[verb].before or step.value[verb].beside):
+        written: dict[str, Node] = {}
+        for key, value in step.value.items():
+            written |= {key: Node(path), "to": name} if key == verb else {key: value}
+        step.value = written
 
 
 def _took(first: Node, second: Node) -> bool:

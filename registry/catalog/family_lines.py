@@ -18,6 +18,8 @@ WIDTH = 100
 """Columns of a line."""
 _WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
 _BRACKETS = re.compile(r"[\n,\[\]{}]")
+_SHORT = 3
+"""Lines that a list of mappings may take in brackets."""
 _PIECE = re.compile(r'(?:"(?:\\.|[^"\\])*"|[^",]|,(?! ))+,?')
 """What stands between two commas that part values, with the second."""
 
@@ -72,11 +74,12 @@ def _valued(start: str, node: Node, indent: int) -> list[str]:
         braces = _nested(start, node, indent)
         return block if braces is None or len(braces) >= len(block) else braces
     assert isinstance(node.value, list)
-    lines = []
+    lines = _beside(start, node, indent)
     for each in node.value:
         lines += wrapped(each.before, indent + 2)
         lines += _valued(f"{' ' * (indent + 2)}-", each, indent + 2)
-    return [*_beside(start, node, indent), *lines]
+    brackets = _bracketed(start, node, indent)
+    return lines if brackets is None or len(brackets) >= min(len(lines), _SHORT + 1) else brackets
 
 
 def _block(start: str, node: Node, indent: int) -> list[str]:
@@ -100,6 +103,12 @@ def _nested(start: str, node: Node, indent: int) -> list[str] | None:
         return [line]
     # What takes several lines at the top of a file is a section with keys to look for.
     return _packed(start, parts, indent) if indent else None
+
+
+def _bracketed(start: str, node: Node, indent: int) -> list[str] | None:
+    """A list of plain values and mappings of plain values in brackets; None where it cannot stand so."""
+    parts = _parts(node, nested=True)
+    return None if parts is None or node.beside else _packed(start, parts, indent)
 
 
 def _flow(node: Node) -> str | None:
@@ -160,7 +169,7 @@ def _packed(start: str, parts: list[str], indent: int) -> list[str] | None:
         whole = part + ("," if n < len(parts) else parts[-1])
         broken = len(whole) > WIDTH - inside
         pieces = [piece.strip() for piece in _PIECE.findall(whole)] if broken else [whole]
-        if broken and glue:
+        if broken and glue and n < len(parts):
             lines.append(line)
             line, glue = " " * inside, ""
         for i, piece in enumerate(pieces):

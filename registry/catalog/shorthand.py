@@ -1,9 +1,10 @@
 """What a family file may write in short: named values, references to config.json in one line, joined steps.
 
-`$name` stands for what the section `define` gives that name; a list that stands so in a list gives it all of
-its items. `config.key` is `{from: key}`,
-`config.key else value` is `{from: key, default: value}`, and `config.key or older_key else value` is
-`{from: [key, older_key], default: value}`; in the section `config` every name is a key, so that the word
+`$name` stands for what the section `define` gives that name, or standard_values.yaml. A list that stands so
+in a list gives it all of its items; a mapping with `extends: $name` is that one with changes. `config.key` is
+`{from: key}`, `config.key else value` is `{from: key, default: value}`, and `config.key or older_key else
+value` is `{from: [key, older_key], default: value}`; in the section `config` every name is a key, so that the
+word
 `config.` is left out there. With `outer.` in the place of `config.` the whole config wins over nested text
 settings. One step of a checkpoint's conversions may stand for several (``conversion_steps``).
 """
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import re
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,9 @@ VERBATIM = frozenset(
 _KEYS = r"([A-Za-z_]\w*(?:\.\w+)*(?: or [A-Za-z_]\w*(?:\.\w+)*)*)"
 REFERENCE = re.compile(rf"(config|outer)\.{_KEYS}(?: else (\S+))?")
 SIZE = re.compile(rf"{_KEYS}(?: else (\S+))?")
+EXTENDS = "extends"
+"""The key, in a mapping, of the named mapping that it changes."""
+STANDARD = "standard_values.yaml"
 NAME = re.compile(r"\$([A-Za-z_]\w*)")
 
 
@@ -79,15 +86,41 @@ def _sections(mapping: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """``change`` over ``base``: mappings are merged key by key, everything else is replaced.
+
+    A mapping of another `kind`, or a config reference, replaces the old one whole.
+    """
+    result = dict(base)
+    for key, value in change.items():
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        if isinstance(old, Mapping) and both and "from" not in value and "from" not in old:
+            same_kind = "kind" not in value or value["kind"] == old.get("kind", value["kind"])
+            result[key] = merge(old, value) if same_kind else value
+        else:
+            result[key] = value
+    return result if change.get("kind", base.get("kind")) == base.get("kind") or not base else dict(change)
+
+
+@functools.cache
+def standard_values() -> dict[str, Any]:
+    """The values that every family may name."""
+    text = resources.files("mlx_experts.registry.catalog").joinpath(STANDARD).read_text(encoding="utf-8")
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
 class _Writer:
     def __init__(self, names: dict[str, Any], lines: Lines, path: Path) -> None:
         self.names, self.lines, self.path = names, lines, path
 
     def full(self, value: Any, at: KeyPath, within: tuple[str, ...]) -> Any:
         if isinstance(value, dict):
-            full = {k: self.full(v, (*at, str(k)), within) for k, v in value.items()}
+            full = {k: self.full(v, (*at, str(k)), within) for k, v in value.items() if k != EXTENDS}
             free = is_reference(value) or not {"options", "map"}.isdisjoint(at) or at[:2] == STEPS
-            return full if free else _sections(full)
+            own = full if free else _sections(full)
+            return merge(self._extended(value[EXTENDS], at, within), own) if EXTENDS in value else own
         if isinstance(value, list):
             items = self._items(value, at, within)
             return one_by_one(items, self.lines) if at == STEPS else items
@@ -117,26 +150,40 @@ class _Writer:
             renumbered(self.lines, at, places)
         return items
 
-    def _named(self, value: str, at: KeyPath, within: tuple[str, ...]) -> Any:
+    def _extended(self, value: Any, at: KeyPath, within: tuple[str, ...]) -> dict[str, Any]:
+        """The mapping that a mapping extends."""
+        place = (*at, EXTENDS)
+        named = isinstance(value, str) and value.startswith("$")
+        found = self._named(value, at, within, place) if named else None
+        if not isinstance(found, dict):
+            raise SpecError(
+                f"'{'.'.join(map(str, place))}' names no mapping",
+                where=self._where(place),
+                expected="the $name of a mapping",
+                found=repr(value)[:80],
+            )
+        return found
+
+    def _named(self, value: str, at: KeyPath, within: tuple[str, ...], place: KeyPath = ()) -> Any:
         match = NAME.fullmatch(value)
         name = match[1] if match else value[1:]
-        if name not in self.names:
-            near = difflib.get_close_matches(name, self.names, n=1, cutoff=0.5)
+        names = {**standard_values(), **self.names}
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             raise SpecError(
                 f"`define` has no '{name}'",
-                where=self._where(at),
-                expected=", ".join(f"${known}" for known in self.names)
-                or "a section `define` with the value",
+                where=self._where(place or at),
+                expected=", ".join(f"${known}" for known in names),
                 found=value,
                 hint=f"did you mean '${near[0]}'?" if near else f"add `{name}:` to `define`",
             )
         if name in within:
-            raise SpecError("a named value needs itself", where=self._where(at), found=value)
+            raise SpecError("a named value needs itself", where=self._where(place or at), found=value)
         start = ("define", name)
         for inner, place in list(self.lines.items()):
             if inner[: len(start)] == start and len(inner) > len(start):
                 self.lines.setdefault((*at, *inner[len(start) :]), place)
-        return self.full(copy.deepcopy(self.names[name]), at, (*within, name))
+        return self.full(copy.deepcopy(names[name]), at, (*within, name))
 
     def _reference(self, value: str, at: KeyPath) -> Any:
         match = REFERENCE.fullmatch(value)

@@ -370,7 +370,11 @@ class Family(Spec):
     )
     architectures: tuple[str, ...] = Field(description="Values of `architectures` that name the family.")
     when: ConfigTest | None = Field(None, description="Further test, where a name is shared.")
-    text_config: bool = Field(False, description="The text settings may be nested under `text_config`.")
+    text_config: bool = Field(
+        False,
+        description="The text settings may be nested under `text_config`; true, when absent, where "
+        "`text_keys` are stated or an architecture is a `…ForConditionalGeneration`.",
+    )
     text_keys: tuple[str, ...] = Field(
         ("text_config",),
         min_length=1,
@@ -401,7 +405,11 @@ class Family(Spec):
     mlp_variants: dict[str, Literal["dense", "moe", "none"]] = Field(
         {}, description="By layer type: which MLP the layer has, where the type decides it."
     )
-    dense: Written[DenseSpec] | None = Field(None, description="The MLP of layers without experts.")
+    dense: Written[DenseSpec] | None = Field(
+        None,
+        description="The MLP of layers without experts; its defaults, when absent, where `moe.layers` "
+        "leaves layers without experts.",
+    )
     moe: Written[MoeSpec] = Field(description="The Mixture-of-Experts block.")
     head: Written[HeadSpec] = Field(Written[HeadSpec](), description="Output head.")
     mtp: Written[PredictionSpec] | None = Field(
@@ -434,7 +442,27 @@ class Family(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_family_is_its_own_model_type(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "model_types" not in data and isinstance(data.get("family"), str):
-            return {**data, "model_types": [data["family"]]}
-        return data
+    def _what_is_absent_follows(cls, data: Any) -> Any:
+        """A family is its own model type, and nests text settings and has dense layers as it looks."""
+        if not isinstance(data, dict):
+            return data
+        follows: dict[str, Any] = {}
+        if isinstance(data.get("family"), str):
+            follows["model_types"] = [data["family"]]
+        if "text_keys" in data or _is_wrapped(data.get("architectures")):
+            follows["text_config"] = True
+        if _leaves_some_dense(data.get("moe")):
+            follows["dense"] = {}
+        return follows | data
+
+
+def _is_wrapped(architectures: Any) -> bool:
+    """Whether transformers nests the text settings of one of the classes."""
+    names = architectures if isinstance(architectures, list | tuple) else ()
+    return any(str(name).endswith("ForConditionalGeneration") for name in names)
+
+
+def _leaves_some_dense(moe: Any) -> bool:
+    """Whether the section, as written, has a rule that can leave a layer without experts."""
+    rules = moe.get("layers") if isinstance(moe, dict) else None
+    return isinstance(rules, list | tuple) and any(rule != {"kind": "all"} for rule in rules)

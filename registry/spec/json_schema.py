@@ -16,8 +16,13 @@ from mlx_experts.registry.spec.values import Ref, Spec, short_reference
 _KEY = r"[A-Za-z_]\w*(\.\w+)*"
 _KEYS = rf"{_KEY}( or {_KEY})*( else \S+)?"
 _SHORT = {"type": "string", "pattern": rf"^(config|outer)\.{_KEYS}$", "description": "config.key else value"}
-_NAMED = {"type": "string", "pattern": r"^\$[A-Za-z_]\w*$", "description": "A value that `define` names."}
+_NAMED = {
+    "type": "string",
+    "pattern": r"^\$[A-Za-z_]\w*$",
+    "description": "A value that `define` names, or a standard one.",
+}
 _INSIDE = {"type": "string", "description": "What all paths of the step begin with."}
+_EXTENDS = "The value of `define`, or a standard one, that this section is, with changes."
 _SIZE = {
     "anyOf": [
         {"type": "string", "pattern": rf"^{_KEYS}$", "description": "A config key, and what stands for it."},
@@ -89,6 +94,9 @@ def family_schema() -> dict[str, Any]:
         variants["additionalProperties"] = {
             "anyOf": [variant, {"type": "null"}, {"$ref": "#/$defs/Named"}],
         }
+    for name, section in sections.items():
+        if name not in ("Family", *(model.__name__ for model in VERBS.values())):
+            _let_a_section_extend(definitions, name, section)
     needed = {"Family", "FamilyChange"}
     found: set[str] = set()
     while needed - found:
@@ -103,6 +111,18 @@ def family_schema() -> dict[str, Any]:
         "then": {"$ref": "#/$defs/FamilyChange"},
         "else": {"$ref": "#/$defs/Family"},
         "$defs": {name: each for name, each in definitions.items() if name in found},
+    }
+
+
+def _let_a_section_extend(definitions: dict[str, Any], name: str, section: dict[str, Any]) -> None:
+    """A section that extends a named value states what it changes."""
+    change = definitions[f"{name}Change"]
+    change["properties"] = {"extends": {**_NAMED, "description": _EXTENDS}, **change["properties"]}
+    definitions[name] = {
+        "description": section["description"],
+        "if": {"type": "object", "required": ["extends"]},
+        "then": {"$ref": f"#/$defs/{name}Change"},
+        "else": definitions[name],
     }
 
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from importlib import resources
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -14,6 +15,7 @@ from tables import table
 
 from mlx_experts.engine.kernels import activations
 from mlx_experts.plugins import builtin, standard
+from mlx_experts.registry.catalog import shorthand
 from mlx_experts.registry.checks.known_names import ACTIVATIONS, CONFIG_NAMES
 from mlx_experts.registry.spec.describe import plain, reference
 from mlx_experts.registry.spec.family import Family, RouterSpec
@@ -26,11 +28,13 @@ _INTRODUCTION = """\
 A value is a literal, or a reference to the checkpoint's config.json where a key takes one:
 `config.key else value` in one line, `{from: key, default: value}` in full. An unknown key is an error.
 `registry schema` prints the same as JSON Schema for [editors](editors.md). A section that a family leaves out
-has its defaults; `null` takes a section away where its key takes null.
+has its defaults; `null` takes a section away where its key takes null. `$name` stands for a value that
+`define` names, or for one of the [named values](#named-values) of every family; in a list it may stand for
+several items. A section with `extends: $name` is that value with changes.
 
-Parts: [sections](#family) · [activations](#activations) · [scores](#scores) · [selections](#selections) ·
-[mixers](#mixers) · [routers](#routers) · [blocks](#blocks) · [embeddings](#embeddings) ·
-[injections](#injections) · [layout operations](#layout-operations)
+Parts: [sections](#family) · [named values](#named-values) · [activations](#activations) · [scores](#scores) ·
+[selections](#selections) · [mixers](#mixers) · [routers](#routers) · [blocks](#blocks) ·
+[embeddings](#embeddings) · [injections](#injections) · [layout operations](#layout-operations)
 """
 _SCORES = {
     "softmax": "`exp(l - max) / sum(exp(l - max))` over all logits, or over the picked ones (`order`)",
@@ -63,7 +67,7 @@ def schema_page() -> str:
     for section in (Family, Ref):
         _reach(section, seen)
     parts = [_INTRODUCTION, *(_section(section, title(section), 2) for section in seen)]
-    parts += [_activations(), _scores()]
+    parts += [_named_values(), _activations(), _scores()]
     for kind, heading in _KINDS.items():
         parts.append(_pieces(kind, heading, seen))
     return "\n".join(parts)
@@ -168,6 +172,11 @@ def _default(info: FieldInfo) -> str:
     if isinstance(value, tuple) and any(isinstance(each, Spec) for each in value):
         return ", ".join(f"`{getattr(each, 'kind', title(type(each)))}`" for each in value)
     return (plain(value) or "nothing") if value not in ((), {}) else "empty"
+
+
+def _named_values() -> str:
+    text = inspect.cleandoc(resources.files(shorthand.__package__).joinpath(shorthand.STANDARD).read_text())
+    return f"## Named values\n\n```yaml\n{text}\n```\n"
 
 
 def _activations() -> str:

@@ -101,6 +101,22 @@ def test_a_comment_parts_conversions() -> None:
     assert body(text) == text
 
 
+def test_named_steps_have_the_form_of_steps() -> None:
+    steps = "[{from: .x, plugin: y}, {to: c, rename: b}, {rename: {d: e}}, {rename: {f: g}, in: .m}]"
+    text = f"define:\n  a: {steps}"
+    assert body(text).splitlines()[2:] == [
+        "    - {plugin: y, from: .x}",
+        "    - rename: {b: c, d: e}",
+        "    - {in: .m, rename: f, to: g}",
+    ]
+    assert body(body(text)) == body(text)
+
+
+def test_what_is_extended_stands_first() -> None:
+    text = "moe: {router: {scale: 2.0, extends: $noaux_tc}}"
+    assert body(text) == "moe: {router: {extends: $noaux_tc, scale: 2.0}}"
+
+
 def test_braces_inside_braces_stand_at_one_depth() -> None:
     deep = "attention:\n  rope:\n    options: {a: {b: 1}}"
     assert body(deep) == deep

@@ -64,6 +64,9 @@ def test_a_family_of_the_docs_and_of_a_plugin_are_valid(validator: Draft202012Va
         "extends: qwen3_moe\nmoe: {layers: [{kind: evry}]}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{renam: a, to: b}]}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{rename: a}]}",
+        "moe: {router: {extends: noaux_tc}}",
+        "moe: {router: {extends: $noaux_tc, scor: softmax}}",
+        "moe: {router: {groups: {count: 4}, score: softmax}}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{rename: {a: b}, to: c}]}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{rename: [a, b]}]}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{plugin: absorb_kv, from: a, in: b}]}",
@@ -95,11 +98,13 @@ def test_what_the_package_refuses_is_invalid(
         "extends: qwen3_moe\nconfig: {top_k: k or kk else 2, num_experts: [a, b], expert_width: w}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{split: .a, to: [.b, .c]}], optional: ['*.x']}",
         "extends: qwen3_moe\ncheckpoint: {conversions: [{in: .m, rename: {a: b, c: d}}, {conv: [.a, .b]}]}",
+        "define: {r: {score: sigmoid}}\nmoe: {router: {extends: $r, renormalize: {enabled: true}}}",
+        "moe: {router: {extends: $noaux_tc, groups: {count: 4}}}",
         "extends: qwen3_moe\ndefine: {x: [{conv: .a}]}\ncheckpoint: {conversions: [{split: {.a: [.b]}}, $x]}",
     ],
 )
 def test_what_the_package_takes_is_valid(text: str, validator: Draft202012Validator, tmp_path: Path) -> None:
-    whole = HEAD + text + ("" if "extends" in text else "\nattention: {rope: half}")
+    whole = HEAD + text + ("" if text.startswith("extends") else "\nattention: {rope: half}")
     (tmp_path / "my_moe.yaml").write_text(whole)
     Catalog([tmp_path]).load("my_moe")
     assert list(validator.iter_errors(as_json(whole))) == []
@@ -110,7 +115,7 @@ def test_every_key_is_described() -> None:
     bare = [
         f"{name}.{key}"
         for name, section in sections.items()
-        for key, value in section.get("properties", {}).items()
+        for key, value in section.get("else", section).get("properties", {}).items()
         if not value.get("description")
     ]
     assert bare == []
