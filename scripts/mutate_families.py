@@ -105,7 +105,7 @@ def run(name: str, known: Catalog, scratch: Path, chosen: slice) -> dict[str, An
     noticed, survivors, spared = Counter[str](), [], 0
     for mutation in list(mutations(data))[chosen]:
         part = bench.noticed_by(mutation.data, mutation.at)
-        if part == "same" or (not part and equal(mutation.name)):
+        if part == "same" or (not part and equal(mutation.key)):
             spared += 1
         elif part:
             noticed[part] += 1
@@ -121,7 +121,7 @@ def run(name: str, known: Catalog, scratch: Path, chosen: slice) -> dict[str, An
 
 
 def equivalent(name: str) -> Callable[[str], bool]:
-    """Whether a mutation of a family, by its name, is no mistake."""
+    """Whether a mutation of a family, by its key, is no mistake."""
     data = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8"))
     listed = {each for group in data["listed"] for each in group["mutations"].get(name, ())}
     patterns = [re.compile(group["pattern"]) for group in data["patterns"]]

@@ -35,10 +35,12 @@ _NEXT_ACTIVATION = {
     "gelu": "silu",
     "gelu_pytorch_tanh": "gelu",
     "gelu_tanh": "gelu",
+    "reglu": "geglu",
     "relu2": "silu",
     "swiglu": "geglu",
     "geglu": "swiglu",
     "geglu_tanh": "geglu",
+    "geglu_plus_one": "geglu",
     "situ": "swiglu",
     "swiglu_oai": "swiglu",
     "swiglu_clamp_before": "swiglu_clamp_after",
@@ -68,9 +70,15 @@ class Mutation:
         """Where and what, in one line; no two mutations of a file share it."""
         return f"{'.'.join(map(str, self.at))}: {self.what}"
 
+    @property
+    def key(self) -> str:
+        """The same without places in lists, which move when an entry is added."""
+        return f"{'.'.join(part for part in self.at if isinstance(part, str))}: {self.what}"
+
 
 def mutations(data: dict[str, Any]) -> Iterator[Mutation]:
-    """Every mistake of a file's content, in the order of the file."""
+    """Every mistake of a file's content, in the order of the file; joined steps are taken apart first."""
+    data = _apart(data)
     types = [str(name) for name in data.get("variants", {})]
     for at, what, value in _of_mapping(data, (), types):
         changed = copy.deepcopy(data)
@@ -82,6 +90,30 @@ def mutations(data: dict[str, Any]) -> Iterator[Mutation]:
         else:
             place[at[-1]] = value
         yield Mutation(at, what, changed)
+
+
+def _apart(data: dict[str, Any]) -> dict[str, Any]:
+    """The content with one path in each step of the conversions, whether the file joins steps or not."""
+    checkpoint = data.get("checkpoint")
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("conversions"), list):
+        return data
+    steps = [single for step in checkpoint["conversions"] for single in _single(step)]
+    return {**data, "checkpoint": {**checkpoint, "conversions": steps}}
+
+
+def _single(step: Any) -> Iterator[Any]:
+    paths = next((v for v in step.values() if isinstance(v, dict | list)), None) if _joins(step) else None
+    if paths is None:
+        yield step
+        return
+    verb = next(key for key, each in step.items() if each is paths)
+    rest = {key: each for key, each in step.items() if key != verb}
+    for path in paths:
+        yield {verb: path, **({"to": paths[path]} if isinstance(paths, dict) else {}), **rest}
+
+
+def _joins(step: Any) -> bool:
+    return isinstance(step, dict) and "to" not in step and "plugin" not in step
 
 
 _DROPPED = object()

@@ -20,6 +20,7 @@ TEXTS = [(name, kind) for name in NAMES for kind in source_types(catalog().load(
 @pytest.mark.parametrize("name", NAMES)
 def test_some_neighbour_or_carried_config_knows_every_key_that_a_family_reads(name: str) -> None:
     assert config_keys.unknown(catalog().load(name)) == set()
+    assert config_keys.unread(catalog().load(name)) == set()
 
 
 @pytest.mark.parametrize("name", NAMES)

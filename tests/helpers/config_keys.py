@@ -1,6 +1,7 @@
 """The config keys and defaults that a family's neighbours know, which its file must not contradict.
 
-`tests/data/stated.yaml` adds what the authors' own code or files say and no installed package has.
+`tests/data/stated.yaml` adds what the authors' own code or files say and no installed package has,
+`tests/data/read_originals.yaml` what reading the originals that nothing here can run says.
 """
 
 from __future__ import annotations
@@ -58,7 +59,13 @@ COMMON = (
 @functools.cache
 def stated() -> dict[str, Any]:
     """By family: `keys` that its authors' configs have, `defaults` of its authors' code, with sources."""
-    found: dict[str, Any] = yaml.safe_load((_TESTS / "data" / "stated.yaml").read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
+    for file in ("stated.yaml", "read_originals.yaml"):
+        read = yaml.safe_load((_TESTS / "data" / file).read_text(encoding="utf-8"))
+        for name, said in read.items():
+            known = found.setdefault(name, {})
+            for kind, each in said.items():
+                known[kind] = {**known[kind], **each} if kind in known else each
     return found
 
 
@@ -157,6 +164,12 @@ def keys_of(family: Family) -> set[str]:
 def unknown(family: Family) -> set[str]:
     """The keys that a family reads and nobody knows."""
     return keys_of(family) - known_keys(family.family, family.model_types)
+
+
+def unread(family: Family) -> set[str]:
+    """The keys that are listed as the authors' own and that the family does not read."""
+    own = stated().get(family.family, {})
+    return {key for keys in own.get("keys", {}).values() for key in keys} - keys_of(family)
 
 
 def check_names(name: str, catalog: Catalog) -> None:
@@ -285,18 +298,27 @@ def _takes_null(family: Family, key: str) -> bool:
 
 def missed_words(family: Family) -> dict[str, Any]:
     """By place, what a family says otherwise than its original's code, where only reading it tells."""
-    dumped = family.model_dump(by_alias=True)
-    found = {}
-    for place, value in stated().get(family.family, {}).get("says", {}).items():
-        at: Any = dumped
-        for key in place.split("."):
-            at = at[int(key)] if isinstance(at, list | tuple) else at[key]
-        if at != value:
-            found[place] = (value, at)
-    return found
+    said = stated().get(family.family, {}).get("says", {})
+    return dict(_otherwise(said, family.model_dump(by_alias=True), ""))
+
+
+def _otherwise(said: Any, found: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Where a part of a section says something else; a key may name a place by several keys with dots."""
+    if isinstance(said, dict) and isinstance(found, dict):
+        for key, value in said.items():
+            below = found
+            for each in key.split(".") if isinstance(key, str) else (key,):
+                below = below[int(each)] if isinstance(below, list | tuple) else below.get(each)
+            yield from _otherwise(value, below, f"{at}.{key}" if at else str(key))
+    elif isinstance(said, list) and isinstance(found, list | tuple) and len(said) == len(found):
+        for i, (value, each) in enumerate(zip(said, found, strict=True)):
+            yield from _otherwise(value, each, f"{at}.{i}")
+    elif said != found or type(said) is not type(found):
+        yield at, (said, found)
 
 
 def check_stated(family: Family) -> None:
-    """Raises AssertionError where a stated default, null or constant is missed."""
+    """Raises AssertionError where a stated key, default, null or constant is missed."""
+    assert not unread(family), unread(family)
     for missed in (missed_stated(family), missed_nulls(family), missed_words(family)):
         assert not missed, missed

@@ -71,7 +71,9 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
 
     Args:
         spelling: `names` are patterns and replacements on the tree's names, applied in order; `layout` is
-            how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk.
+            how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk, `lifted`
+            of tensors that have a first axis of one there, `numbered` are patterns of stacks whose rows lie
+            apart and their names with `{e}` for the number, `joined` names of what lies in one matrix.
     """
     found = dict(parameters)
     layout = dict(spelling.get("layout", {}))
@@ -84,8 +86,36 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
         found = laid_out(found, **layout)
     for pattern in spelling.get("kernels", ()):
         found = {n: v.swapaxes(1, 2) if re.search(pattern, n) else v for n, v in found.items()}
+    for pattern in spelling.get("lifted", ()):
+        found = {n: v[None] if re.search(pattern, n) else v for n, v in found.items()}
+    for joined, parts in spelling.get("joined", {}).items():
+        found = _in_one(found, joined, parts)
+    for pattern, new in spelling.get("numbered", {}).items():
+        found = _apart(found, re.compile(pattern), new)
     for pattern, new in spelling.get("names", {}).items():
         found = {re.sub(pattern, new, name): value for name, value in found.items()}
+    return found
+
+
+def _in_one(tensors: Tensors, joined: str, parts: list[str]) -> Tensors:
+    """Tensors with the rows of neighbouring modules in one matrix, in this order."""
+    found = dict(tensors)
+    for name in tensors:
+        at, _, plane = name.rpartition(f".{parts[0]}.")
+        if at:
+            rows = [found.pop(f"{at}.{part}.{plane}") for part in parts]
+            found[f"{at}.{joined}.{plane}"] = mx.concatenate(rows)
+    return found
+
+
+def _apart(tensors: Tensors, pattern: re.Pattern[str], new: str) -> Tensors:
+    """Tensors with every stack of a pattern as one tensor for each of its rows."""
+    found: Tensors = {}
+    for name, value in tensors.items():
+        if match := pattern.fullmatch(name):
+            found |= {match.expand(new).replace("{e}", str(e)): each for e, each in enumerate(value)}
+        else:
+            found[name] = value
     return found
 
 
