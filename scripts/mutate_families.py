@@ -3,14 +3,16 @@
     python scripts/mutate_families.py mixtral gpt_oss --show
     python scripts/mutate_families.py --changed
     python scripts/mutate_families.py --seconds 250 --nice
+    python scripts/mutate_families.py --again
     python scripts/mutate_families.py --table
     python scripts/mutate_families.py --as-they-are
 
 Without names, all families whose recorded row is not of their present text are run, in one process; with
 --seconds the run stops between two families once the time is up, so that a whole run can be taken in pieces.
---changed runs those whose file git says changed since the branch left main, and fails below the bar. The rows
-stand in tests/evidence/mutations.json; --table prints them, and docs/families.md shows them. Changes that no
-checkpoint could show are listed with their reason in scripts/equivalent_mutations.yaml.
+--again tries what survived and is recorded, after tests were added. --changed runs those whose file git says
+changed since the branch left main, and fails below the bar. The rows stand in tests/evidence/mutations.json;
+--table prints them, and docs/families.md shows them. Changes that no checkpoint could show are listed with
+their reason in scripts/equivalent_mutations.yaml.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ def main() -> int:
     parser.add_argument(
         "--as-they-are", action="store_true", help="see that nothing is noticed in the files as they are"
     )
+    parser.add_argument("--again", action="store_true", help="try the recorded survivors alone")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="try every N-th mutation, a sample")
     parser.add_argument("--first", type=int, default=0, metavar="I", help="the first of them")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -70,8 +73,11 @@ def main() -> int:
     with scratch_folder() as scratch:
         for name in names:
             digest = family_hash(known.load(name))
-            fresh = args.families or args.as_they_are or rows.get(name, {}).get("hash") != digest
-            if not fresh:
+            row = rows.get(name, {})
+            recorded = row.get("hash") == digest
+            if args.again and not (recorded and row["survivors"]):
+                continue
+            if recorded and not (args.families or args.as_they_are or args.again):
                 continue
             if time.monotonic() - start > args.seconds:
                 break
@@ -82,7 +88,8 @@ def main() -> int:
                 worst = min(worst, 0.0 if wrong else 1.0)
                 continue
             chosen = slice(args.first, None, args.every)
-            rows[name] = {"hash": digest, **run(name, known, Path(scratch), chosen)}
+            before = row if args.again else None
+            rows[name] = {"hash": digest, **run(name, known, Path(scratch), chosen, before)}
             worst = min(worst, score(rows[name]))
             print(f"{name}: {words(rows[name])}, {time.monotonic() - began:.0f} s", flush=True)
             if args.show or args.changed:
@@ -92,18 +99,27 @@ def main() -> int:
     return int((args.changed or args.as_they_are) and worst < BAR)
 
 
-def run(name: str, known: Catalog, scratch: Path, chosen: slice) -> dict[str, Any]:
+def run(
+    name: str, known: Catalog, scratch: Path, chosen: slice, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The row of one family.
 
     Args:
         chosen: which of its mutations are tried; a sample leaves out to see that the file as it is passes.
+        before: the recorded row, of which the survivors alone are tried.
     """
     data, _ = read_yaml(known.path(name))
     bench, equal = Bench(name, known, scratch, as_it_is=chosen.step == 1), equivalent(name)
     for part, what in bench.wrong.items():
         print(f"  {name} as it is: {part}: {what}", flush=True)
     noticed, survivors, spared = Counter[str](), [], 0
-    for mutation in list(mutations(data))[chosen]:
+    tried = list(mutations(data))
+    if before is None:
+        tried = tried[chosen]
+    else:
+        noticed, spared = Counter(before["noticed"]), before["equivalent"]
+        tried = [each for each in tried if each.name in before["survivors"]]
+    for mutation in tried:
         part = bench.noticed_by(mutation.data, mutation.at)
         if part == "same" or (not part and equal(mutation.key)):
             spared += 1
@@ -112,7 +128,7 @@ def run(name: str, known: Catalog, scratch: Path, chosen: slice) -> dict[str, An
         else:
             survivors.append(mutation.name)
     return {
-        "every": chosen.step or 1,
+        "every": chosen.step if before is None else before["every"],
         "wrong": bench.wrong,
         "noticed": dict(sorted(noticed.items())),
         "equivalent": spared,

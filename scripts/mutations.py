@@ -156,7 +156,7 @@ def _of_list(value: list[Any], at: Path, types: list[str]) -> Iterator[Change]:
         for i, each in enumerate(value):
             again = f" ({i})" if each in value[:i] else ""
             yield at, f"without {_words(each)}{again}", value[:i] + value[i + 1 :]
-    if at[-1] in UNORDERED:
+    if at[-1] in UNORDERED or "full_precision" in at:
         return
     for i, (a, b) in enumerate(itertools.pairwise(value)):
         if a != b and not _independent(a, b):

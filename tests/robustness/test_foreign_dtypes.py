@@ -1,0 +1,143 @@
+"""Every dtype that safetensors can hold, for every plane of other libraries' formats: right, or refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from foreign_encoders import Planes, compressed, integers, nvfp4
+
+from mlx_experts.registry.errors import RegistryError
+
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8,
+    "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32,
+    "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+OWN = {mx.float32: "F32", mx.uint32: "U32", mx.int32: "I32", mx.int64: "I64", mx.uint8: "U8"}
+NUMPY = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+WHOLE = {f"{sign}{bits}": np.dtype(f"{sign.lower()}{bits // 8}") for sign in "IU" for bits in (8, 16, 32, 64)}
+
+
+def gptq(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
+    """GPTQ's words of four bits, along the input axis, with zero points stored less one."""
+    planes, value = integers(4, 32)(weight, number)
+    scale = planes["weight_scale"].T
+    zeros = mx.full((scale.shape[0], scale.shape[1] // 8), 0x77777777, dtype=mx.int32)
+    return {"qweight": planes["weight_packed"].T, "qzeros": zeros, "scales": mx.contiguous(scale)}, value
+
+
+def fp8(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
+    """DeepSeek's: bytes of e4m3, and a scale for each block of 128 by 128."""
+    scale = mx.full((-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)), 0.03125)
+    packed = mx.to_fp8(weight / 0.03125)
+    return {"weight": packed, "weight_scale_inv": scale}, mx.from_fp8(packed, mx.float32) * 0.03125
+
+
+FORMATS: dict[str, tuple[Callable[..., tuple[Planes, mx.array]], dict[str, Any]]] = {
+    "compressed": (integers(4, 32), compressed(4, 32)),
+    "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}),
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
+# What each plane is, where its bytes are no uint8; and planes whose value nothing reads.
+STORED = {("fp8", "weight"): "F8_E4M3", ("nvfp4", "weight_scale"): "F8_E4M3"}
+UNREAD = {"input_scale"}
+
+
+def held(value: np.ndarray, own: str, dtype: str) -> bytes | None:
+    """The same values in another type; None where that type has no such values or no such number of bytes."""
+    if own == "F32" and dtype in NUMPY:
+        return value.astype(NUMPY[dtype]).tobytes()
+    if own == "F32" and dtype == "BF16":
+        return (value.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    if own in WHOLE and dtype in WHOLE and WHOLE[own].itemsize == WHOLE[dtype].itemsize:
+        return value.tobytes()
+    return None
+
+
+def write(
+    folder: Path, tensors: Mapping[str, mx.array], kinds: Mapping[str, str], odd: str, dtype: str, config: Any
+) -> bool:
+    """A checkpoint in which one tensor has another dtype; says whether its values are the same."""
+    header: dict[str, Any] = {}
+    body = b""
+    same = True
+    for name, array in tensors.items():
+        value, kind = np.array(array), kinds[name]
+        raw = value.tobytes()
+        if name == odd:
+            kept = held(value, kind, dtype)
+            same, kind = kept is not None, dtype
+            raw = kept if kept is not None else bytes([1] * (value.size * BITS[dtype] // 8))
+        header[name] = {
+            "dtype": kind,
+            "shape": list(value.shape),
+            "data_offsets": [len(body), len(body) + len(raw)],
+        }
+        body += raw
+    text = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    (folder / "config.json").write_text(json.dumps(config))
+    return same
+
+
+@functools.cache
+def stored(lab: Any, form: str) -> tuple[Planes, dict[str, str], dict[str, str], Any, np.ndarray]:
+    """A checkpoint of a format, its dtypes, a name of each plane, its config, and the logits of its values."""
+    encode, entry = FORMATS[form]
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    model, config = lab.tiny("olmoe", sizes)
+    disk = model.converter.export(lab.parameters(model), 0)
+    values, kinds, planes = dict(disk), {}, {}
+    for number, name in enumerate([n for n in disk if n.endswith("proj.weight")]):
+        parts, values[name] = encode(disk.pop(name), number)
+        base = name.removesuffix("weight")
+        disk |= {f"{base}{plane}": mx.contiguous(array) for plane, array in parts.items()}
+        for plane in parts:
+            kinds[f"{base}{plane}"] = STORED.get((form, plane), OWN[parts[plane].dtype])
+            place = "experts" if ".experts.2." in name else "attention"
+            planes.setdefault(f"{place}: {plane}", f"{base}{plane}")
+    kinds = {name: kinds.get(name, "F32") for name in disk}
+    return disk, kinds, planes, {**config, "quantization_config": entry}, values
+
+
+@pytest.mark.report("C4")
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_dtype_of_every_plane_of_other_formats_is_right_or_refused(
+    form: str, lab: Any, tmp_path: Path
+) -> None:
+    disk, kinds, planes, config, values = stored(lab, form)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    want = lab.logits(lab.load(lab.write(tmp_path / "plain", values, plain))[0])
+    wrong = []
+    for place, odd in planes.items():
+        for dtype, bits in BITS.items():
+            if bits < 8 and disk[odd].size * bits % 8:
+                continue
+            folder = tmp_path / f"{odd}-{dtype}"
+            same = write(folder, disk, kinds, odd, dtype, config)
+            try:
+                got = lab.logits(lab.load(folder)[0])
+            except RegistryError as error:
+                if dtype == kinds[odd]:
+                    wrong.append(f"{place} as {dtype}: refused though it is its own: {error}")
+                continue
+            except Exception as error:
+                wrong.append(f"{place} as {dtype}: {type(error).__name__} {error}")
+                continue
+            off = lab.distance(got, want)
+            if not (off < 2e-2 if same else odd.rpartition(".")[2] in UNREAD):
+                wrong.append(
+                    f"{place} as {dtype}: {'the same values' if same else 'other values'}, {off:.2g} off"
+                )
+    assert wrong == []
