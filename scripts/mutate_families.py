@@ -8,7 +8,7 @@
     python scripts/mutate_families.py --as-they-are
 
 Without names, all families whose recorded row is not of their present text are run, in one process; with
---seconds the run stops between two families once the time is up, so that a whole run can be taken in pieces.
+--seconds the run stops once the time is up and the next one goes on there.
 --again tries what survived and is recorded, after tests were added. --changed runs those whose file git says
 changed since the branch left main, and fails below the bar. The rows stand in tests/evidence/mutations.json;
 --table prints them, and docs/families.md shows them. Changes that no checkpoint could show are listed with
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mutations import mutations
+from mutations import Mutation, mutations
 from noticing import ROOT, Bench, read_results, scratch_folder
 
 from mlx_experts.registry.catalog.catalog import Catalog
@@ -75,65 +75,65 @@ def main() -> int:
             digest = family_hash(known.load(name))
             row = rows.get(name, {})
             recorded = row.get("hash") == digest
-            if args.again and not (recorded and row["survivors"]):
-                continue
-            if recorded and not (args.families or args.as_they_are or args.again):
+            if args.again and recorded and row["survivors"]:
+                row.setdefault("left", []).extend(row["survivors"])
+                row["survivors"] = []
+            elif args.families or args.as_they_are or not recorded:
+                row = {"hash": digest, "every": args.every, "noticed": {}, "equivalent": 0, "survivors": []}
+                row["left"] = [each.name for each in planted(name, known)][args.first :: args.every]
+            elif "left" not in row:
                 continue
             if time.monotonic() - start > args.seconds:
                 break
             began = time.monotonic()
+            bench = Bench(name, known, Path(scratch), as_it_is=row["every"] == 1)
             if args.as_they_are:
-                wrong = Bench(name, known, Path(scratch)).wrong
-                print(name, "; ".join(f"{part}: {what}" for part, what in wrong.items()), flush=True)
-                worst = min(worst, 0.0 if wrong else 1.0)
+                print(name, "; ".join(f"{part}: {what}" for part, what in bench.wrong.items()), flush=True)
+                worst = min(worst, 0.0 if bench.wrong else 1.0)
                 continue
-            chosen = slice(args.first, None, args.every)
-            before = row if args.again else None
-            rows[name] = {"hash": digest, **run(name, known, Path(scratch), chosen, before)}
-            worst = min(worst, score(rows[name]))
-            print(f"{name}: {words(rows[name])}, {time.monotonic() - began:.0f} s", flush=True)
+            rows[name] = row
+            run(row, planted(name, known), bench, start + args.seconds)
+            worst = min(worst, score(row))
+            print(f"{name}: {words(row)}, {time.monotonic() - began:.0f} s", flush=True)
             if args.show or args.changed:
-                print(*(f"  {each}" for each in rows[name]["survivors"]), sep="\n", flush=True)
+                print(*(f"  {each}" for each in row["survivors"]), sep="\n", flush=True)
             args.results.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"all: {words(total(rows))}")
     return int((args.changed or args.as_they_are) and worst < BAR)
 
 
-def run(
-    name: str, known: Catalog, scratch: Path, chosen: slice, before: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The row of one family.
+def planted(name: str, known: Catalog) -> list[Mutation]:
+    """The mistakes of one family's file."""
+    return list(mutations(read_yaml(known.path(name))[0]))
+
+
+def run(row: dict[str, Any], tried: list[Mutation], bench: Bench, until: float) -> None:
+    """Try what a row has left, and write what comes of it into the row.
 
     Args:
-        chosen: which of its mutations are tried; a sample leaves out to see that the file as it is passes.
-        before: the recorded row, of which the survivors alone are tried.
+        tried: the mistakes of the family's file.
+        until: the time at which the rest stays for another run.
     """
-    data, _ = read_yaml(known.path(name))
-    bench, equal = Bench(name, known, scratch, as_it_is=chosen.step == 1), equivalent(name)
+    equal, noticed = equivalent(bench.name), Counter[str](row["noticed"])
+    row["wrong"] = bench.wrong
     for part, what in bench.wrong.items():
-        print(f"  {name} as it is: {part}: {what}", flush=True)
-    noticed, survivors, spared = Counter[str](), [], 0
-    tried = list(mutations(data))
-    if before is None:
-        tried = tried[chosen]
-    else:
-        noticed, spared = Counter(before["noticed"]), before["equivalent"]
-        tried = [each for each in tried if each.name in before["survivors"]]
+        print(f"  {bench.name} as it is: {part}: {what}", flush=True)
+    left = set(row.pop("left"))
     for mutation in tried:
+        if mutation.name not in left:
+            continue
+        if time.monotonic() > until:
+            row["left"] = sorted(left)
+            break
+        left.remove(mutation.name)
         part = bench.noticed_by(mutation.data, mutation.at)
         if part == "same" or (not part and equal(mutation.key)):
-            spared += 1
+            row["equivalent"] += 1
         elif part:
             noticed[part] += 1
         else:
-            survivors.append(mutation.name)
-    return {
-        "every": chosen.step if before is None else before["every"],
-        "wrong": bench.wrong,
-        "noticed": dict(sorted(noticed.items())),
-        "equivalent": spared,
-        "survivors": survivors,
-    }
+            row["survivors"].append(mutation.name)
+    row["noticed"] = dict(sorted(noticed.items()))
 
 
 def equivalent(name: str) -> Callable[[str], bool]:
@@ -181,7 +181,8 @@ def words(row: dict[str, Any]) -> str:
     caught = sum(row["noticed"].values())
     parts = ", ".join(f"{part} {count}" for part, count in row["noticed"].items())
     whole = caught + len(row["survivors"])
-    return f"{caught} of {whole} noticed ({score(row):.1%}; {parts}), {row['equivalent']} equivalent"
+    left = f", {len(row['left'])} left to try" if row.get("left") else ""
+    return f"{caught} of {whole} noticed ({score(row):.1%}; {parts}), {row['equivalent']} equivalent{left}"
 
 
 def table(rows: dict[str, Any]) -> str:
