@@ -4,15 +4,16 @@ schema       the catalogue reads and validates the file
 names        carried configs belong to the family, and the neighbours' model types to one
 resolve      every carried config gives a plan
 keys         some neighbour or carried config knows each config key
-defaults     keys that are left out mean what transformers' config class gives
-tensors      names that real checkpoints have are taken or ignored
-stated       what the authors state of keys, nulls and constants
 source       the text of the original's router says the same
-parity       the original implementation's answers
-prediction   its guesses of the token after the next
+stated       what the authors state of keys, nulls and constants
+tensors      names that real checkpoints have are taken or ignored
+parity       the original implementation's answers, the first case before the defaults and the rest after
+defaults     keys that are left out mean what transformers' config class gives
 mlx-lm       mlx-lm's own model of random weights, written by it
 conversion   what mlx-lm's conversion quantises
 spellings    checkpoints of other tools, renamed and laid out here without the family file
+zeros        scores that all underflow leave the weights finite
+prediction   the original's guesses of the token after the next
 check        `registry check --fast` of the family alone, and its tiny model
 """
 
@@ -298,23 +299,30 @@ class Bench:
             yield "stated", lambda f=family: config_keys.check_stated(f)
             if target.name in tiny:
                 yield "tensors", lambda f=family: disk_names.check_ignored(f)
+        cached = at[0] != "checkpoint"
+        later: list[Callable[[], None]] = []
         for target, family in pairs:
-            for view in target.views:
-                if view.id in changed[target.name]:
-                    cached = at[0] != "checkpoint"
-                    yield "parity", lambda t=target, v=view, f=family, c=cached: t.parity(v, f, c)
-            for each in target.mlx_lm_types:
-                if f"mlx-lm {each}" in changed[target.name] or everything:
-                    yield "mlx-lm", lambda t=target, m=each, f=family: t.mlx_lm(m, f)
+            views = [view for view in target.views if view.id in changed[target.name]]
+            cases = [lambda t=target, v=v, f=family: t.parity(v, f, cached) for v in views]
+            if cases:
+                yield "parity", cases[0]
+            later += cases[1:]
+        for target, family in pairs:
+            if at[0] != "checkpoint":
+                # A plan's values are compared without its checkpoint.
+                yield "defaults", lambda t=target, f=family: t.defaults(f)
+        for each in later:
+            yield "parity", each
+        for target, family in pairs:
+            for kind in target.mlx_lm_types:
+                if f"mlx-lm {kind}" in changed[target.name] or everything:
+                    yield "mlx-lm", lambda t=target, m=kind, f=family: t.mlx_lm(m, f)
                 if at[:2] == ("checkpoint", "full_precision"):
-                    yield "conversion", lambda t=target, m=each, f=family: t.conversion(m, f)
+                    yield "conversion", lambda t=target, m=kind, f=family: t.conversion(m, f)
         for target, family in pairs:
             if target.name in tiny:
                 yield "spellings", lambda f=family: disk_names.check_spellings(f)
                 yield "zeros", lambda f=family: zero_scores.check(f)
-            if at[0] != "checkpoint":
-                # A plan's values are compared without its checkpoint.
-                yield "defaults", lambda t=target, f=family: t.defaults(f)
             if at[0] in ("mtp", "checkpoint", "names"):
                 yield "prediction", lambda t=target, f=family: t.prediction(f)
         yield "check", lambda: self.targets[0].check(pairs[0][1], catalog)
