@@ -162,6 +162,13 @@ def read_parts(parts: Parts, declared: Declared, width: int | None, dense: str) 
         raise refuse(name, "A quantised weight is no matrix.", "[…, rows, columns]", describe(weight))
     if scale.dtype in FLOATS and (weight.dtype in WORDS or weight.dtype == "I8"):
         return _integers(parts, declared, width)
+    if declared.integers and weight.dtype in WORDS:
+        raise refuse(
+            name,
+            "Packed integers have a scale of another kind.",
+            f"one of {', '.join(FLOATS)}",
+            parts.words(),
+        )
     found = _microscaled(parts) if scale.dtype in BYTES else None
     if found is None and scale.dtype in (*FLOATS, *_E8M0) and weight.dtype in _FP8:
         found = _fp8(parts, declared, dense)
@@ -187,6 +194,9 @@ def _microscaled(parts: Parts) -> Encoded | None:
     if mode is None or scale.dtype not in scale_dtypes or not (by_row or by_tile):
         return None
     if columns % 4 or (mode == "mxfp8" and weight.dtype == "F8_E5M2"):
+        return None
+    if mode != "mxfp8" and weight.dtype.startswith("F8"):
+        # Two values of four bits are no float of eight.
         return None
     return _packed(parts, mode, shape[:-1], columns // 4, scale.shape[-1], (1, 1) if by_row else (32, 1))
 
@@ -235,6 +245,8 @@ def _global_shape(parts: Parts, role: str, mode: str, lead: Shape) -> Shape:
     name, shape = parts.sources[role], parts.tensors[role].shape
     if mode != "nvfp4":
         raise refuse(name, "Only nvfp4 has a scale for the whole tensor.", "no such tensor", mode)
+    if (dtype := parts.tensors[role].dtype) not in (*FLOATS, "F64"):
+        raise refuse(name, "A global scale is no float.", ", ".join(FLOATS), dtype)
     each = math.prod(shape[len(lead) :])
     if shape[: len(lead)] == lead and (each == 1 or (lead and each == 2)):
         return lead if each == 1 else (*lead, 2)
