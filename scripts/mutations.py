@@ -17,7 +17,15 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from mlx_experts.registry.catalog.shorthand import ALONE, REFERENCE, SIZE
+from mlx_experts.registry.catalog.shorthand import (
+    ALONE,
+    EXTENDS,
+    REFERENCE,
+    SIZE,
+    VERBATIM,
+    merge,
+    standard_values,
+)
 from mlx_experts.registry.checks.known_names import ACTIVATIONS, CONFIG_NAMES
 from mlx_experts.registry.spec.values import Spec
 
@@ -77,8 +85,12 @@ class Mutation:
 
 
 def mutations(data: dict[str, Any]) -> Iterator[Mutation]:
-    """Every mistake of a file's content, in the order of the file; joined steps are taken apart first."""
-    data = _apart(data)
+    """Every mistake of a file's content, in the order of the file.
+
+    Standard values are written out and joined steps taken apart first, so that each family is tried with what
+    it says, however short.
+    """
+    data = written_out(data)
     types = [str(name) for name in data.get("variants", {})]
     for at, what, value in _of_mapping(data, (), types):
         changed = copy.deepcopy(data)
@@ -92,13 +104,41 @@ def mutations(data: dict[str, Any]) -> Iterator[Mutation]:
         yield Mutation(at, what, changed)
 
 
-def _apart(data: dict[str, Any]) -> dict[str, Any]:
-    """The content with one path in each step of the conversions, whether the file joins steps or not."""
+def written_out(data: dict[str, Any]) -> dict[str, Any]:
+    """The content without names of standard values, and with one path in each step of the conversions."""
+    own = data.get("define", {})
+    data = {key: value if key in VERBATIM else _named(value, own) for key, value in data.items()}
     checkpoint = data.get("checkpoint")
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("conversions"), list):
         return data
     steps = [single for step in checkpoint["conversions"] for single in _single(step)]
     return {**data, "checkpoint": {**checkpoint, "conversions": steps}}
+
+
+def _named(value: Any, own: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        plain = {key: _named(each, own) for key, each in value.items() if key != EXTENDS}
+        if EXTENDS not in value:
+            return plain
+        if not _standard(value[EXTENDS], own):
+            return {EXTENDS: value[EXTENDS], **plain}
+        return merge(_whole(_named(value[EXTENDS], own)), _whole(plain))
+    if isinstance(value, list):
+        return [_named(each, own) for each in value]
+    return _named(copy.deepcopy(standard_values()[value[1:]]), own) if _standard(value, own) else value
+
+
+def _standard(value: Any, own: dict[str, Any]) -> bool:
+    """Whether a value is the name of a standard value."""
+    text = value if isinstance(value, str) else ""
+    return text.startswith("$") and text[1:] in standard_values() and text[1:] not in own
+
+
+def _whole(section: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: {ALONE[key]: each} if key in ALONE and isinstance(each, str | bool) else each
+        for key, each in section.items()
+    }
 
 
 def _single(step: Any) -> Iterator[Any]:

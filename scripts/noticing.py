@@ -41,6 +41,7 @@ import disk_names  # noqa: E402
 import mlx_lm_models  # noqa: E402
 import original_sources  # noqa: E402
 import zero_scores  # noqa: E402
+from mutations import written_out  # noqa: E402
 
 from mlx_experts.engine.loading.api import load_model  # noqa: E402
 from mlx_experts.engine.tools.family_check import build_tiny  # noqa: E402
@@ -243,6 +244,8 @@ class Bench:
         self.targets = [Target(each, known) for each in (name, *heirs)]
         self.wrong: dict[str, str] = {}
         data, _ = read_yaml(known.path(name))
+        whole = self._load(written_out(data)).load(name)
+        expect(whole.model_dump() == self.targets[0].right.model_dump(), "written out it says something else")
         if not as_it_is:
             return
         for part, run in self._parts(self._load(data), ("names",), everything=True):
