@@ -334,7 +334,7 @@ class Attention(Mixer):
         return not self._spec.chunk
 
     def make_cache(self) -> Any:
-        """A cache for this layer, or None where it reads another's."""
+        """Keys and values, within the window where there is one; None where the layer reads another's."""
         if self.reuses_kv:
             return None
         if self.window is not None:

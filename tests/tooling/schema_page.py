@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any, Literal, get_args, get_origin
 
+from caches_and_fallbacks import caches, fallbacks, modules
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from tables import table
 
 from mlx_experts.engine.kernels import activations
-from mlx_experts.plugins import builtin, standard
 from mlx_experts.registry.catalog import shorthand
 from mlx_experts.registry.checks.known_names import ACTIVATIONS, CONFIG_NAMES
 from mlx_experts.registry.spec.describe import plain, reference
@@ -34,7 +33,8 @@ several items. A section with `extends: $name` is that value with changes.
 
 Parts: [sections](#family) · [named values](#named-values) · [activations](#activations) · [scores](#scores) ·
 [selections](#selections) · [mixers](#mixers) · [routers](#routers) · [blocks](#blocks) ·
-[embeddings](#embeddings) · [injections](#injections) · [layout operations](#layout-operations)
+[embeddings](#embeddings) · [injections](#injections) · [layout operations](#layout-operations) ·
+[caches](#caches) · [fallbacks](#fallbacks)
 """
 _SCORES = {
     "softmax": "`exp(l - max) / sum(exp(l - max))` over all logits, or over the picked ones (`order`)",
@@ -70,6 +70,7 @@ def schema_page() -> str:
     parts += [_named_values(), _activations(), _scores()]
     for kind, heading in _KINDS.items():
         parts.append(_pieces(kind, heading, seen))
+    parts += [caches(), fallbacks()]
     return "\n".join(parts)
 
 
@@ -204,16 +205,6 @@ def _scores() -> str:
     )
 
 
-def pieces(kind: str) -> Iterator[tuple[str, Any]]:
-    """The pieces of a kind that this package brings: their names and their modules."""
-    for path, (each, name) in standard.COMPONENTS.items():
-        if each == kind:
-            yield name, importlib.import_module(path)
-    for path, (each, name) in builtin.COMPONENTS.items():
-        if each == kind:
-            yield name, importlib.import_module(f"{builtin.__name__}.{path}")
-
-
 def options(module: Any) -> list[type[Spec]]:
     """The sections that a piece's module declares: its options, and what stands in them."""
     return [
@@ -228,7 +219,7 @@ def _pieces(kind: str, heading: str, seen: dict[type[Spec], None]) -> str:
     if kind in _OWN:
         name, what, where = _OWN[kind]
         rows.append((f"`{name}`", what, f"keys of `{where}`"))
-    for name, module in sorted(pieces(kind)):
+    for name, module in sorted(modules(kind)):
         met = dict(seen)
         for section in options(module):
             _reach(section, met)
