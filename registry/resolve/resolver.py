@@ -6,6 +6,7 @@ A value that cannot be is told at the key that gives it: in config.json, or in t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -20,7 +21,7 @@ from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST
 from mlx_experts.registry.spec.values import Ref, Spec
 from mlx_experts.registry.spec.written import Written, read_elsewhere, section_of
 
-S = TypeVar("S", bound=Spec)
+S, T = TypeVar("S", bound=Spec), TypeVar("T")
 # Layers and heads are gone through one by one before a tensor is looked at; real models have a few hundred.
 MAX_LAYERS, MAX_HEADS = 1024, 2**16
 _NOTHING = object()
@@ -37,8 +38,31 @@ class Resolver:
     def __init__(self, family: str, view: ConfigView) -> None:
         self.family, self.view = family, view
         self._shared_sizes: dict[tuple[Any, ...], Sizes] = {}
-        # Sections that are alike in all layers, with what they were read from, which keeps its identity.
-        self._alike: dict[tuple[int, str], tuple[Written[Any], Spec]] = {}
+        # What is alike in all layers, with what it was read from, which keeps its identity.
+        self._alike: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        # How often something was read that may be another in another layer.
+        self._by_layer = 0
+
+    def alike(self, stated: Any, key: tuple[Any, ...], read: Callable[[], T]) -> T:
+        """What ``read`` makes of a part of the family file: read once for all layers, where they are alike.
+
+        Args:
+            stated: the part, which has no equal with the same ``key``.
+            key: what else ``read`` depends on, beside the config and the layer.
+        """
+        at = (id(stated), *key)
+        if at in self._alike:
+            return cast(T, self._alike[at][1])
+        before = self._by_layer
+        made = read()
+        if self._by_layer == before:
+            self._alike[at] = stated, made
+        return made
+
+    def at_layer(self, value: list[Any], layer: int) -> Any:
+        """A layer's entry of a list with one for each layer, or None where it has none."""
+        self._by_layer += 1
+        return value[layer] if layer < len(value) else None
 
     def ref(self, ref: Ref, layer: int) -> Any:
         """The value a reference stands for at a layer."""
@@ -73,7 +97,7 @@ class Resolver:
                         expected=f"one for each layer, layer {layer} included",
                         found=f"{len(value)} entries",
                     )
-                value = value[layer]
+                value = self.at_layer(value, layer)
                 if value is None:
                     break
             return key, len(value) if ref.length and isinstance(value, list | str) else value
@@ -83,6 +107,7 @@ class Resolver:
         """The value of a key; transformers pads the numbers of layers with zeros to one width."""
         if "{layer}" not in key:
             return self.view.get(key, ref.outer)
+        self._by_layer += 1
         spelled = (key.replace("{layer}", f"{layer:0{width}}") for width in (1, 2, 3, 4))
         return next((v for v in (self.view.get(each, ref.outer) for each in spelled) if v is not None), None)
 
@@ -165,23 +190,20 @@ class Resolver:
             ConfigError: a config value is of the wrong type.
             SpecError: a value of the family file is.
         """
-        section = section_of(spec)
-        held = self._alike.get((id(spec), at))
-        if held is not None:
-            made = cast(S, held[1])
-        else:
-            data = {
-                key: self.value(getattr(spec, name), layer, f"{at}.{key}")
-                for name, key in ((name, info.alias or name) for name, info in section.model_fields.items())
-                if not read_elsewhere(section, name)
-            }
-            try:
-                made = section.model_validate(data)
-            except ValidationError as error:
-                raise self._refused(spec, error, layer, at) from error
-            if not _follows_layers(spec):
-                self._alike[id(spec), at] = spec, made
+        made = self.alike(spec, (at,), lambda: self._read(spec, layer, at))
         return made.model_copy(update=read) if read else made
+
+    def _read(self, spec: Written[S], layer: int, at: str) -> S:
+        section = section_of(spec)
+        data = {
+            key: self.value(getattr(spec, name), layer, f"{at}.{key}")
+            for name, key in ((name, info.alias or name) for name, info in section.model_fields.items())
+            if not read_elsewhere(section, name)
+        }
+        try:
+            return section.model_validate(data)
+        except ValidationError as error:
+            raise self._refused(spec, error, layer, at) from error
 
     def field(self, spec: Written[S], name: str, layer: int, at: str) -> Any:
         """One field of a section as a literal, where the rest of the section may not be read.
@@ -214,7 +236,10 @@ class Resolver:
         Raises:
             ConfigError: a size is not positive.
         """
-        spec = _layered(spec)
+        layered = self.alike(spec, ("layered",), lambda: _layered(spec))
+        return self.alike(spec, ("sizes",), lambda: self._sizes(layered, layer))
+
+    def _sizes(self, spec: Written[SizesSpec], layer: int) -> Sizes:
         read = self.spec(spec, layer, "config")
         values = {name: getattr(read, name) for name in SizesSpec.model_fields}
         for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS)):
@@ -250,19 +275,6 @@ def _layered(spec: Written[SizesSpec]) -> Written[SizesSpec]:
     refs = {name: getattr(spec, name) for name in ("num_experts", "top_k", "expert_width")}
     layered = {n: r.model_copy(update={"per_layer": True}) for n, r in refs.items() if isinstance(r, Ref)}
     return spec.model_copy(update=layered)
-
-
-def _follows_layers(value: Any) -> bool:
-    """Whether a value of a family file may be another one in another layer."""
-    ref = _reference(value)
-    if ref is not None:
-        stands = (ref.default, ref.if_null, ref.present, *(ref.map or {}).values())
-        return ref.per_layer or any("{layer}" in key for key in ref.keys) or any(map(_follows_layers, stands))
-    if isinstance(value, Spec):
-        return any(_follows_layers(getattr(value, name)) for name in type(value).model_fields)
-    if isinstance(value, dict):
-        return any(map(_follows_layers, value.values()))
-    return isinstance(value, tuple | list) and any(map(_follows_layers, value))
 
 
 def _reference(value: Any) -> Ref | None:

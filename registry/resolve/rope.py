@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from mlx_experts.registry.errors import ConfigError
@@ -34,6 +35,13 @@ def rope_plan(
         SpecError: the family file does.
     """
 
+    read = functools.partial(_read, resolver, spec, layer, layer_type, sizes, at)
+    return resolver.alike(spec, (layer_type, sizes.max_positions, at), read)
+
+
+def _read(
+    resolver: Resolver, spec: Written[RopeSpec], layer: int, layer_type: str, sizes: Sizes, at: str
+) -> RopePlan | None:
     def field(name: str) -> Any:
         return resolver.field(spec, name, layer, at)
 
@@ -59,10 +67,10 @@ def rope_plan(
         kind = "default"
     theta, theta_from = own_theta, "layer_theta"
     if theta is None:
-        theta, theta_from = _one(params.get("rope_theta"), layer), ""
+        theta, theta_from = _one(resolver, params.get("rope_theta"), layer), ""
     if theta is None:
         theta, theta_from = field("theta"), "theta"
-    share, share_from = _one(params.get("partial_rotary_factor"), layer), ""
+    share, share_from = _one(resolver, params.get("partial_rotary_factor"), layer), ""
     dims = field("dims") if share is None else None
     original = resolver.view.get("original_max_position_embeddings")
     if original is not None:
@@ -102,5 +110,6 @@ def _rope_object(resolver: Resolver, name: str, layer_type: str) -> dict[str, An
     return entry if isinstance(entry, dict) else {}
 
 
-def _one(value: Any, layer: int) -> Any:
-    return value[layer] if isinstance(value, list) and layer < len(value) else value
+def _one(resolver: Resolver, value: Any, layer: int) -> Any:
+    entry = resolver.at_layer(value, layer) if isinstance(value, list) else None
+    return value if entry is None else entry
