@@ -9,6 +9,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from mlx_experts.registry.catalog.yaml_reader import LOADER
 from mlx_experts.registry.errors import SettingError
 
 _LAYERS = "num_hidden_layers"
@@ -73,7 +74,7 @@ class _File(BaseModel):
 def models() -> tuple[PublicModel, ...]:
     """Every model, in the order of the file."""
     text = (files("mlx_experts.registry.catalog") / "models.yaml").read_text(encoding="utf-8")
-    return _File.model_validate(yaml.safe_load(text)).models
+    return _File.model_validate(yaml.load(text, Loader=LOADER)).models
 
 
 def public_model(family: str) -> PublicModel:

@@ -8,6 +8,7 @@ from importlib.resources import files
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from mlx_experts.registry.catalog.yaml_reader import LOADER
 from mlx_experts.registry.errors import SettingError
 
 
@@ -38,7 +39,7 @@ class _File(BaseModel):
 def shapes() -> tuple[Shape, ...]:
     """Every shape, by family name."""
     text = (files("mlx_experts.registry.catalog") / "shapes.yaml").read_text(encoding="utf-8")
-    return _File.model_validate(yaml.safe_load(text)).shapes
+    return _File.model_validate(yaml.load(text, Loader=LOADER)).shapes
 
 
 def select(families: list[str]) -> list[Shape]:

@@ -8,13 +8,15 @@ from typing import Any
 
 import yaml
 
+from mlx_experts.registry.catalog.yaml_reader import LOADER
+
 _PACKAGES = ("mlx-experts", "mlx-lm", "transformers")
 
 
 def unsupported() -> dict[str, str]:
     """Declared gaps: model type to the reason."""
     file = resources.files("mlx_experts.registry.catalog").joinpath("unsupported.yaml")
-    data: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    data: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), Loader=LOADER) or {}
     return {str(name): str(reason) for name, reason in data.items()}
 
 

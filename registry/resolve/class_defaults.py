@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from mlx_experts.registry.catalog.config_view import ConfigView
+from mlx_experts.registry.catalog.yaml_reader import LOADER
 from mlx_experts.registry.spec.values import Ref
 
 _FILE = "class_defaults.yaml"
@@ -22,7 +23,7 @@ _FILE = "class_defaults.yaml"
 def class_defaults() -> dict[str, dict[str, Any]]:
     """Values by `model_type` and config key."""
     text = resources.files("mlx_experts.registry.resolve").joinpath(_FILE).read_text(encoding="utf-8")
-    loaded: dict[str, dict[str, Any]] = yaml.safe_load(text) or {}
+    loaded: dict[str, dict[str, Any]] = yaml.load(text, Loader=LOADER) or {}
     return loaded
 
 

@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field
 
 from mlx_experts.registry.catalog.config_view import ConfigView
+from mlx_experts.registry.catalog.yaml_reader import LOADER
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.tiny_config import config_keys
 from mlx_experts.registry.spec.family import Family
@@ -36,7 +37,7 @@ def features() -> dict[str, Feature]:
     text = (
         resources.files("mlx_experts.registry.resolve").joinpath("features.yaml").read_text(encoding="utf-8")
     )
-    return {key: Feature.model_validate(value) for key, value in yaml.safe_load(text).items()}
+    return {key: Feature.model_validate(value) for key, value in yaml.load(text, Loader=LOADER).items()}
 
 
 def check_features(family: Family, view: ConfigView) -> None:
