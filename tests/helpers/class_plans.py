@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.features import features
+from mlx_experts.registry.resolve.plan import Plan
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import config_keys
 from mlx_experts.registry.spec.family import Family
@@ -137,15 +138,29 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def plan_of(family: Family, config: Mapping[str, Any]) -> Plan:
+    """The plan of a config that names the family's own architecture.
+
+    Raises:
+        ConfigError: the family cannot read the config.
+    """
+    return resolve(family, {**config, "architectures": list(family.architectures[:1])})
+
+
 def plan_values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """The literals of a config's plan that say what the model computes.
 
     Raises:
         ConfigError: the family cannot read the config.
     """
-    found = dict(leaves(resolve(family, {**config, "architectures": list(family.architectures[:1])})))
+    return values_of(plan_of(family, config))
+
+
+def values_of(plan: Plan) -> dict[str, Any]:
+    """The literals of a plan that say what the model computes, by their paths."""
+    found = dict(leaves(plan))
     same = tuple(SAME)
-    unread = [".max_position_embeddings", "llama_4_scaling_beta", *SAME_IN.get(family.family, ())]
+    unread = [".max_position_embeddings", "llama_4_scaling_beta", *SAME_IN.get(plan.family.family, ())]
     if "dense" not in found.values():
         unread.append("sizes.dense_width")
     return {
@@ -153,6 +168,14 @@ def plan_values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         for path, value in found.items()
         if not path.partition("].")[2].startswith(same) and not path.endswith(tuple(unread))
     }
+
+
+def plan_differences(want: Plan, got: Plan) -> dict[str, tuple[Any, Any]]:
+    """Where two plans of one family differ, with what each says; equal ones are not taken apart."""
+    parts = {each.name for each in dataclasses.fields(Plan)} - {"family", "config", "checkpoint"}
+    if all(getattr(want, name) == getattr(got, name) for name in parts):
+        return {}
+    return differences(values_of(want), values_of(got))
 
 
 def differences(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -180,10 +203,10 @@ def missed_defaults(family: Family, model_type: str) -> dict[str, Any]:
     Raises:
         ConfigError: the family cannot read the class's own config.
     """
-    want = plan_values(family, class_config(model_type))
+    want = plan_of(family, class_config(model_type))
     odd: dict[str, Any] = {}
     for config in bare_configs(model_type):
-        odd |= differences(want, plan_values(family, config))
+        odd |= plan_differences(want, plan_of(family, config))
     if (family.family, "tie_word_embeddings") in OTHERWISE:
         odd.pop(".head.tied", None)
     return odd
@@ -217,13 +240,13 @@ def missed_single_defaults(
         ConfigError: the family cannot read one of them.
     """
     config = class_config(model_type)
-    want = plan_values(family, config)
+    want = plan_of(family, config)
     found = {}
     for level, key in list(single_keys(family, config)):
         if only is not None and key not in only:
             continue
         value = level.pop(key)
-        odd = differences(want, plan_values(family, config))
+        odd = plan_differences(want, plan_of(family, config))
         level[key] = value
         if odd:
             found[key] = odd
@@ -261,17 +284,17 @@ def missed_aliases(family: Family, model_type: str, only: str | None = None) -> 
         if new is None or (only is not None and other != only):
             continue
         try:
-            before = plan_values(family, config)
+            before = plan_of(family, config)
             level[own] = new
-            want = plan_values(family, config)
+            want = plan_of(family, config)
         except ConfigError:
             continue
-        if want == before:
+        if not plan_differences(want, before):
             continue
         del level[own]
         level[other] = new
         try:
-            odd: Any = differences(want, plan_values(family, config))
+            odd: Any = plan_differences(want, plan_of(family, config))
         except ConfigError as error:
             odd = str(error)
         if odd:
@@ -306,11 +329,11 @@ def missed_lists(family: Family, model_type: str) -> dict[str, Any]:
         return {}
     lists = listed_layers(family, model_type)
     stated = {key: level.pop(key) for key in lists if key in level}
-    want = plan_values(family, {**config})
+    want = plan_of(family, config)
     found: dict[str, Any] = {}
     for key, value in lists.items():
         level[key] = value
-        if odd := differences(want, plan_values(family, config)):
+        if odd := plan_differences(want, plan_of(family, config)):
             found[key] = odd
         del level[key]
     level.update(stated)
