@@ -7,13 +7,12 @@ layer's decision, never while tokens are being made. They are validated once as 
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_experts.registry.errors import SettingError
 
@@ -70,19 +69,17 @@ WholeNumber = Annotated[int | None, BeforeValidator(_digits)]
 Folder = Annotated[Path | None, BeforeValidator(_folder)]
 
 
-class Settings(BaseSettings):
-    """The settings of one moment; an empty variable counts as unset."""
+class Settings(BaseModel):
+    """The settings of one moment."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True)
 
-    families: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_folders), AfterValidator(_existing)] = (
-        Field(
-            (),
-            description="Further folders with family files. A folder that does not exist is an error.",
-            json_schema_extra=_page("folders, separated as in PATH", "none"),
-        )
+    families: Annotated[tuple[Path, ...], BeforeValidator(_folders), AfterValidator(_existing)] = Field(
+        (),
+        description="Further folders with family files. A folder that does not exist is an error.",
+        json_schema_extra=_page("folders, separated as in PATH", "none"),
     )
-    plugins: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_names)] = Field(
+    plugins: Annotated[tuple[str, ...] | None, BeforeValidator(_names)] = Field(
         None,
         description="Narrows which plugins are loaded. A name that is not installed is an error.",
         json_schema_extra=_page("entry-point names, separated by commas; `none`", "all installed plugins"),
@@ -128,6 +125,21 @@ class Settings(BaseSettings):
     )
 
 
+@cache
+def _environment() -> type[Settings]:
+    """The settings as pydantic-settings reads them; its import takes a fifth of a short command's time."""
+    from pydantic_settings import BaseSettings, SettingsConfigDict
+
+    class Environment(BaseSettings, Settings):
+        """An empty variable counts as unset."""
+
+        model_config = SettingsConfigDict(
+            env_prefix=PREFIX, env_ignore_empty=True, enable_decoding=False, frozen=True, extra="ignore"
+        )
+
+    return Environment
+
+
 def variable(field: str) -> str:
     """The environment variable of a setting."""
     return f"{PREFIX}{field.upper()}"
@@ -153,10 +165,10 @@ def read() -> Settings:
 
 
 @lru_cache(maxsize=4)
-def _validated(_given: tuple[tuple[str, str], ...]) -> Settings:
+def _validated(given: tuple[tuple[str, str], ...]) -> Settings:
     """The settings as the environment has them now, which is what is given."""
     try:
-        return Settings()
+        return _environment()() if given else Settings()
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])

@@ -14,6 +14,8 @@ KeyPath = tuple[str | int, ...]
 Lines = dict[KeyPath, tuple[str, int]]
 # Both build plain data only; libyaml's is several times faster where PyYAML was built with it.
 LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+SCHEMA_FILE = "family.schema.json"
+"""The JSON Schema's file, which lies beside the bundled families in the repository and installed."""
 # Past every size and scale that a family has; Python itself refuses to read numbers of thousands.
 _DIGITS = 40
 # The longest family has some 10 kB.

@@ -30,7 +30,8 @@ from mlx_experts.engine.weights.reader import load_arrays
 from mlx_experts.registry.catalog.catalog import Catalog, bundled_folder, merge
 from mlx_experts.registry.catalog.config_view import ConfigView
 from mlx_experts.registry.catalog.dense import signs_of_experts
-from mlx_experts.registry.catalog.family_format import EDITOR_WORDS, SCHEMA_FILE, formatted
+from mlx_experts.registry.catalog.family_format import EDITOR_WORDS, formatted
+from mlx_experts.registry.catalog.yaml_reader import SCHEMA_FILE
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import CheckpointError, RegistryError, SpecError, UnknownFamilyError
 from mlx_experts.registry.resolve.planner import resolve

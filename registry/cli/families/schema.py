@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mlx_experts.registry.catalog.yaml_reader import SCHEMA_FILE
 from mlx_experts.registry.cli.common import Json, print_json
 from mlx_experts.registry.errors import CheckFailed, SettingError
 
@@ -16,9 +18,8 @@ def schema(json: Json = True) -> None:
 
     Example: registry schema > family.schema.json
     """
-    from mlx_experts.registry.spec.json_schema import family_schema
-
-    print_json(family_schema())
+    text = resources.files("mlx_experts.families").joinpath(SCHEMA_FILE).read_text(encoding="utf-8")
+    print(text, end="")
 
 
 def fmt(
