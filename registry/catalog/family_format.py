@@ -16,15 +16,10 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-<<<<<<< HEAD
 from mlx_experts.registry.catalog.conversion_steps import INSIDE, KEEPING, RENAMING, STEPS
 from mlx_experts.registry.catalog.family_lines import WIDTH, Node, entry, quoted, wrapped
 from mlx_experts.registry.catalog.shorthand import EXTENDS, REFERENCE, SIZE, VERBATIM
-from mlx_experts.registry.catalog.yaml_reader import LOADER, parse
-=======
-from mlx_experts.registry.catalog.shorthand import REFERENCE, SIZE, VERBATIM
 from mlx_experts.registry.catalog.yaml_reader import LOADER, SCHEMA_FILE, parse
->>>>>>> 0d3fd91 (Start commands without what they do not use)
 from mlx_experts.registry.spec.attention import GqaSpec, PluginMixerSpec, WrittenMixer
 from mlx_experts.registry.spec.checkpoint import VERBS, CheckpointSpec
 from mlx_experts.registry.spec.family import Family
@@ -33,32 +28,6 @@ from mlx_experts.registry.spec.written import Written
 
 EDITOR_WORDS = "# yaml-language-server: $schema="
 """What stands before the address of a JSON Schema in the line that editors read."""
-<<<<<<< HEAD
-SCHEMA_FILE = "family.schema.json"
-"""The schema's file, which lies beside the bundled families in the repository and installed."""
-=======
-_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
-_BRACKETS = re.compile(r"[\n,\[\]{}]")
-
-
-@dataclass
-class _Node:
-    """A value, and what is said about it: comment lines before it, and one in its line."""
-
-    value: str | dict[str, _Node] | list[_Node]
-    before: list[str] = field(default_factory=list)
-    beside: str = ""
-
-    @property
-    def bare(self) -> bool:
-        """Whether it can stand in braces or brackets: a plain value, or a list of such."""
-        if isinstance(self.value, dict):
-            return False
-        plain = isinstance(self.value, str) or all(
-            isinstance(each.value, str) and not each.before and not each.beside for each in self.value
-        )
-        return plain and not self.before and not self.beside
->>>>>>> 0d3fd91 (Start commands without what they do not use)
 
 
 def formatted(text: str, path: Path) -> str:

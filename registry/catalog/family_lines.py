@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from mlx_experts.registry.catalog.yaml_reader import LOADER
+
 WIDTH = 100
 """Columns of a line."""
 _WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
@@ -215,7 +217,7 @@ def quoted(text: str) -> str:
     plain = text == text.strip() and not _BRACKETS.search(text)
     if plain:
         try:
-            plain = yaml.safe_load(f"[{text}]") == [text]
+            plain = yaml.load(f"[{text}]", Loader=LOADER) == [text]
         except yaml.YAMLError:
             plain = False
     return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'

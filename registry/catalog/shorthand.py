@@ -107,7 +107,7 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
 def standard_values() -> dict[str, Any]:
     """The values that every family may name."""
     text = resources.files("mlx_experts.registry.catalog").joinpath(STANDARD).read_text(encoding="utf-8")
-    loaded: dict[str, Any] = yaml.safe_load(text)
+    loaded: dict[str, Any] = yaml.load(text, Loader=LOADER)
     return loaded
 
 
