@@ -100,7 +100,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
         for rank in range(2)
     ]
     try:
-        answers = [rank.communicate(timeout=120) for rank in ranks]
+        answers = [rank.communicate(timeout=400) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
