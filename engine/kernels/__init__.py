@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-import mlx.core as mx
+if TYPE_CHECKING:
+    import mlx.core as mx
 
-from mlx_experts.engine.kernels.expert_weights import ExpertWeights
-from mlx_experts.engine.kernels.request import Decline, Device, KernelRequest
+    from mlx_experts.engine.kernels.expert_weights import ExpertWeights
+    from mlx_experts.engine.kernels.request import Decline, Device, KernelRequest
 
 
 class FusedRun(Protocol):
@@ -50,6 +51,16 @@ _BACK_ENDS: dict[Device, str] = {
 def fused_kernel(device: Device) -> FusedKernel:
     """The fused back-end of a device, imported on first use."""
     return cast(FusedKernel, importlib.import_module(_BACK_ENDS[device]))
+
+
+def warm(device: Device, large: bool) -> None:
+    """Have a device's fused back-end compiled while a model is loaded, where its code is kept on disk.
+
+    Args:
+        large: whether layers are large enough for several threads.
+    """
+    if device == "cpu":
+        importlib.import_module("mlx_experts.engine.kernels.cpu.warm").begin(large)
 
 
 class ManyRowsKernel(Protocol):

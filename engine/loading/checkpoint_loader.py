@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_experts.engine import kernels
 from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.loading.expert_memory import in_slots, plan_experts, put_slots
@@ -35,6 +36,8 @@ from mlx_experts.registry.spec.family import Family
 Progress = Callable[[int, int, str], None]
 # The word for the checkpoint's own dtype, whatever the device.
 STORED = "stored"
+# Bytes of a checkpoint from which its layers are worth several threads.
+_LARGE = 1 << 25
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -99,7 +102,7 @@ def load_checkpoint(
     """
     compute = compute_dtype(dtype)
     # Settings that no layer could use are refused before anything is read.
-    policy.resolve(current_device(), fused)
+    enabled = policy.resolve(current_device(), fused).enabled
     policy.activations(cpu_activations)
     config = {**checkpoint.config, **(model_config or {})}
     known = catalog(*families)
@@ -116,6 +119,8 @@ def load_checkpoint(
     if mtp:
         plan = add_prediction_layer(plan)
     check_sizes(plan, checkpoint)
+    if enabled and not lazy:
+        kernels.warm(current_device(), checkpoint.total_bytes >= _LARGE)
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = build(args)
     report = LoadReport(plan.family.family, [*checkpoint.notices, *notices])

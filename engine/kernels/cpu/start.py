@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import threading
 from functools import lru_cache
@@ -27,6 +28,9 @@ LOCK = threading.Lock()
 
 # One start at a time: it changes the environment for as long as it lasts.
 _STARTING = threading.Lock()
+
+# Processes that compile beside this one (``warm``).
+WARMING: list[subprocess.Popen[bytes]] = []
 
 # Below this many bytes of weights a token, waking the other threads costs more than they save.
 PARALLEL_FROM = 1 << 20
@@ -64,7 +68,7 @@ def _numba() -> ModuleType | Decline:
         )
     from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 
-    _tell_of_compiling()
+    teller()
     try:
         with _STARTING:
             cpu_driver.start_threads()
@@ -77,25 +81,27 @@ def _numba() -> ModuleType | Decline:
 
 
 @lru_cache(maxsize=1)
-def _tell_of_compiling() -> Any:
+def tell_of_compiling() -> None:
     """Log once in this process that numba compiles: the first token of a machine waits for it."""
+    LOG.info("compiling the CPU's kernels: some seconds, once on this machine")
+
+
+@lru_cache(maxsize=1)
+def teller() -> Any:
+    """What hears of numba compiling in this process, as long as the process lasts."""
     from numba.core import event
 
     class Teller(event.Listener):  # type: ignore[misc]
-        told = False
-
         def on_start(self, event: Any) -> None:
-            ours = str(event.data["dispatcher"].py_func.__module__).startswith(__package__)
-            if ours and not self.told:
-                self.told = True
-                LOG.info("compiling the CPU's kernels: some seconds, once on this machine")
+            if str(event.data["dispatcher"].py_func.__module__).startswith(__package__):
+                tell_of_compiling()
 
         def on_end(self, event: Any) -> None:
             """Nothing: what follows is the first token."""
 
-    teller = Teller()
-    event.register("numba:compile", teller)
-    return teller
+    made = Teller()
+    event.register("numba:compile", made)
+    return made
 
 
 def _not_started(error: Exception, hint: str) -> Decline:
@@ -112,6 +118,7 @@ def _in_child() -> None:
     """What a fork leaves behind: a lock that may be held by a thread that is not here, and no threads."""
     global LOCK, _forked
     LOCK, _forked = threading.Lock(), _numba.cache_info().currsize > 0
+    WARMING.clear()
 
 
 if sys.platform != "win32":
@@ -120,12 +127,20 @@ if sys.platform != "win32":
 
 def run(forms: Forms, large: bool, *arguments: Any) -> Any:
     """Run one computation, on all threads where it is large and they are there."""
+    warmed()
     with LOCK:
         if large and not _forked:
             # numba keeps the number for each of the threads that call.
             compiled().use_threads(_threads())
             return forms.parallel(*arguments)
         return forms.serial(*arguments)
+
+
+def warmed() -> None:
+    """Wait for the processes that compile beside this one, where there are some."""
+    for process in WARMING.copy():
+        process.wait()
+    WARMING.clear()
 
 
 def parts() -> int:
@@ -147,5 +162,6 @@ def _threads() -> int:
 
 def compiled() -> ModuleType:
     """``cpu_driver``, on a machine that ``unavailable`` has not turned away."""
+    warmed()
     driver: Any = _numba()
     return driver  # type: ignore[no-any-return]

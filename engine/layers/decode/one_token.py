@@ -159,6 +159,7 @@ def _compiled() -> Any:
         return None
     from mlx_experts.engine.kernels.cpu import token
 
+    start.warmed()
     return token
 
 

@@ -1,0 +1,168 @@
+"""Compiles the CPU's kernels while a checkpoint is read, in as many processes as there are cores.
+
+numba compiles one function at a time in a process and keeps its code on disk. What the first token of a
+machine would wait for is compiled by processes beside this one, which end when their share is on disk. A
+machine on which it is there already starts none.
+
+``python -m mlx_experts.engine.kernels.cpu.warm NAME ...`` compiles the named ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mlx_experts.engine.kernels.cpu import start
+
+_STACK, _VECTOR, _ROWS, _CHOSEN = "int64[::1]", "float32[::1]", "float32[:,::1]", "int32[:,::1]"
+_LAYER = f"boolean, {_STACK}, {_STACK}, {_STACK}, int64, float32, float32, int64"
+_MANY = f"({_LAYER}, int64, int64, {_STACK}, boolean, {_ROWS}, {_CHOSEN}, {_ROWS}, {_ROWS})"
+_PROMPT = f"int64, UniTuple(int64, 5), {_ROWS}, {_ROWS}, {_ROWS}, float32, int64, boolean[:,::1]"
+_ROUTER = "int64, int64, int64, boolean, int64, float32, float32"
+_CACHE = "float32[:,:,::1]"
+_LINEAR = f"({_STACK}, int64, int64, {_ROWS}, {_ROWS})"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One function that numba compiles.
+
+    Args:
+        module: the module that has it.
+        name: its name there.
+        signature: numba's, the only one that the kernels call it with.
+        seconds: about how long it takes to compile.
+        kind: which of the two forms, for those that have both.
+    """
+
+    module: str
+    name: str
+    signature: str
+    seconds: float
+    kind: str = ""
+
+    @property
+    def key(self) -> str:
+        """What a process is told to compile."""
+        return f"{self.name}.{self.kind}" if self.kind else self.name
+
+    def function(self) -> Any:
+        """numba's dispatcher."""
+        found = getattr(importlib.import_module(f"{__package__}.{self.module}"), self.name)
+        return getattr(found, self.kind) if self.kind else found
+
+    def on_disk(self) -> bool:
+        """Whether a process has kept it, or none could."""
+        function = self.function()
+        folder = function.stats.cache_path
+        return folder is None or any(Path(folder).glob(f"*{function.py_func.__qualname__}-*.nbi"))
+
+
+def _both(module: str, name: str, signature: str, serial: float, parallel: float) -> tuple[Compiled, ...]:
+    return (
+        Compiled(module, name, signature, serial, "serial"),
+        Compiled(module, name, signature, parallel, "parallel"),
+    )
+
+
+WORTH = 4
+"""Seconds of compiling from which other processes are worth their start."""
+ALL = (
+    *_both("driver", "linear", _LINEAR, 3, 3),
+    *_both("driver", "one_token", f"({_LAYER}, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 2, 3),
+    *_both("driver", "many_tokens", _MANY, 5, 9),
+    *_both("unit", "linear_on_unit", _LINEAR, 2, 3),
+    *_both("unit", "experts_on_unit", _MANY, 4, 8),
+    *_both("token", "attend", f"({_ROWS}, {_CACHE}, {_CACHE}, int64, float32, {_ROWS})", 0.5, 2),
+    *_both(
+        "attention",
+        "attend_many",
+        f"({_PROMPT}, {_VECTOR}, {_ROWS})",
+        3,
+        5,
+    ),
+    Compiled(
+        "driver",
+        "route",
+        f"({_VECTOR}, {_VECTOR}, {_ROUTER}, uint32[::1], {_VECTOR})",
+        1.5,
+    ),
+    Compiled("token", "rms_norm", f"({_ROWS}, {_VECTOR}, float32, float32, {_ROWS})", 0.4),
+    Compiled("token", "rotate", f"({_ROWS}, {_VECTOR}, {_VECTOR}, boolean)", 0.4),
+)
+"""Every function that a token may need."""
+
+
+def needed(large: bool) -> tuple[Compiled, ...]:
+    """What a model's first token needs on this machine.
+
+    Args:
+        large: whether layers are large enough for several threads.
+    """
+    from mlx_experts.engine.kernels.cpu import amx
+
+    other = ("many_tokens",) if amx.available() else ("linear_on_unit", "experts_on_unit")
+    small = {"linear", "attend"}  # beside large layers there are small ones
+
+    def wanted(each: Compiled) -> bool:
+        return not each.kind or (each.kind == "parallel") == large or (large and each.name in small)
+
+    return tuple(each for each in ALL if each.name not in other and wanted(each))
+
+
+@lru_cache(maxsize=2)
+def begin(large: bool) -> None:
+    """Start the processes that compile what is not on disk; ``start.run`` waits for them.
+
+    Args:
+        large: whether layers are large enough for several threads.
+    """
+    if start.unavailable() is not None:
+        return
+    missing = [each for each in needed(large) if not each.on_disk()]
+    shares = _shares(
+        missing, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    )
+    if len(shares) < 2 or sum(each.seconds for each in missing) < WORTH:
+        return  # this process compiles what it calls
+    start.tell_of_compiling()
+    start.WARMING.extend(
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, *(each.key for each in share)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for share in shares
+    )
+
+
+def _shares(missing: list[Compiled], processes: int) -> list[list[Compiled]]:
+    """What each of at most ``processes`` compiles, so that they end at about one time."""
+    shares: list[list[Compiled]] = [[] for _ in range(min(processes, len(missing)))]
+    for each in sorted(missing, key=lambda each: -each.seconds):
+        min(shares, key=lambda share: sum(other.seconds for other in share)).append(each)
+    return shares
+
+
+def main(names: list[str]) -> None:
+    """Compile functions by their keys, and keep them on disk."""
+    if start.unavailable() is not None:
+        return
+    from numba.core import sigutils
+
+    for each in ALL:
+        if each.key in names:
+            # numba files code under the types themselves.
+            arguments, _ = sigutils.normalize_signature(each.signature)
+            each.function().compile(tuple(arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
