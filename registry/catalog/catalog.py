@@ -150,6 +150,9 @@ class Catalog:
         return _without_names(spelled_out(data, merge(names, _defined(data)), lines, path))
 
     def _merged(self, name: str) -> tuple[dict[str, Any], Lines, Path]:
+        # As in :func:`validate`.
+        from mlx_experts.registry.spec.family import implied
+
         path = self.path(name)
         data, lines = read_yaml(path)
         base_name = data.get("extends")
@@ -171,6 +174,7 @@ class Catalog:
                 expected="one level of `extends`",
                 hint=f"extend '{base['extends']}' and repeat what '{base_name}' changes",
             )
+        base = implied(base) | base
         for key in HEADER_KEYS[1:4]:
             base.pop(key, None)
         base.pop("notes", None)
@@ -248,13 +252,20 @@ class Catalog:
 
 
 def _defined(data: Mapping[str, Any]) -> dict[str, Any]:
-    found = data.get("define")
-    return found if isinstance(found, dict) else {}
+    """The named values of a file: those of the whole, and those of its checkpoint section."""
+    checkpoint = data.get("checkpoint")
+    sections = (data, checkpoint if isinstance(checkpoint, dict) else {})
+    return {
+        k: v for each in sections if isinstance(each.get("define"), dict) for k, v in each["define"].items()
+    }
 
 
 def _without_names(data: dict[str, Any]) -> dict[str, Any]:
     """A mapping that is spelled out: its named values stand where they are used."""
-    return {key: value for key, value in data.items() if key != "define" or not isinstance(value, dict)}
+    kept = {key: value for key, value in data.items() if key != "define" or not isinstance(value, dict)}
+    if isinstance(kept.get("checkpoint"), dict) and isinstance(kept["checkpoint"].get("define"), dict):
+        kept["checkpoint"] = {key: value for key, value in kept["checkpoint"].items() if key != "define"}
+    return kept
 
 
 def mixers(family: Family, lines: Lines | None = None, path: Path | None = None) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _sorted(node: Node, kind: Any, at: tuple[str, ...]) -> None:
         if len(at) == 2 and at[0] == "config" and node.bare:
             node.value = " or ".join(str(each.value) for each in node.value)
             return
-        if at[0] == "define" and any(map(_is_step, node.value)):
+        if "define" in at[:2] and any(map(_is_step, node.value)):
             kind, at = _fields(Written[CheckpointSpec])[STEPS[1]], STEPS
         for each in node.value:
             _sorted(each, kind, at)

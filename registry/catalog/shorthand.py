@@ -116,6 +116,8 @@ class _Writer:
         self.names, self.lines, self.path = names, lines, path
 
     def full(self, value: Any, at: KeyPath, within: tuple[str, ...]) -> Any:
+        if at == ("checkpoint", "define"):
+            return value
         if isinstance(value, dict):
             full = {k: self.full(v, (*at, str(k)), within) for k, v in value.items() if k != EXTENDS}
             free = is_reference(value) or not {"options", "map"}.isdisjoint(at) or at[:2] == STEPS
@@ -179,7 +181,8 @@ class _Writer:
             )
         if name in within:
             raise SpecError("a named value needs itself", where=self._where(place or at), found=value)
-        start = ("define", name)
+        start: KeyPath = ("checkpoint", "define", name)
+        start = start if start in self.lines else start[1:]
         for inner, place in list(self.lines.items()):
             if inner[: len(start)] == start and len(inner) > len(start):
                 self.lines.setdefault((*at, *inner[len(start) :]), place)

@@ -180,6 +180,9 @@ Operation = Annotated[
 class CheckpointSpec(Spec):
     """What a checkpoint may look like. The module tree itself is always accepted."""
 
+    define: dict[str, Any] = Field(
+        {}, description="Values with names, as in the family's `define`, for lists of this section."
+    )
     prefixes: tuple[str, ...] = Field(
         (), description="Prefixes on disk of the text model, each replaced by the wrapper's."
     )

@@ -6,6 +6,7 @@ declared as they are when every reference is read; a family holds them as writte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -443,23 +444,27 @@ class Family(Spec):
     @model_validator(mode="before")
     @classmethod
     def _what_is_absent_follows(cls, data: Any) -> Any:
-        """A family is its own model type, and nests text settings and has dense layers as it looks."""
         if not isinstance(data, dict):
             return data
-        follows: dict[str, Any] = {}
-        if isinstance(data.get("family"), str):
-            follows["model_types"] = [data["family"]]
-        if "text_keys" in data or _is_wrapped(data.get("architectures")):
-            follows["text_config"] = True
-        if _leaves_some_dense(data.get("moe")):
-            follows["dense"] = {}
-        return follows | data
+        named = {"model_types": [data["family"]]} if isinstance(data.get("family"), str) else {}
+        return named | implied(data) | data
 
 
-def _is_wrapped(architectures: Any) -> bool:
-    """Whether transformers nests the text settings of one of the classes."""
-    names = architectures if isinstance(architectures, list | tuple) else ()
-    return any(str(name).endswith("ForConditionalGeneration") for name in names)
+def implied(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a family, as written, need not state: nested text settings, and layers without experts.
+
+    Args:
+        data: the file's content; one that extends another has what that one states and implies.
+    """
+    found: dict[str, Any] = {}
+    names = data.get("architectures")
+    names = names if isinstance(names, list | tuple) else ()
+    # transformers calls a class around a text model so.
+    if "text_keys" in data or any(str(name).endswith("ForConditionalGeneration") for name in names):
+        found["text_config"] = True
+    if _leaves_some_dense(data.get("moe")):
+        found["dense"] = {}
+    return found
 
 
 def _leaves_some_dense(moe: Any) -> bool:

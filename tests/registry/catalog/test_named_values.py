@@ -64,6 +64,11 @@ def test_a_mapping_is_the_one_that_it_extends_with_changes(tmp_path: Path, short
         ("define: {x: 3}\nmoe:\n  router:\n    extends: $x\n", "'moe.router.extends' names no mapping", 8),
         ("define: {x: {extends: $x}}\nmoe: {router: $x}\n", "a named value needs itself", 5),
         ("define:\n  x:\n    scor: 1\nmoe: {router: {extends: $x}}\n", "unknown key 'scor'", 7),
+        (
+            "checkpoint:\n  define:\n    s:\n      - {conv: .a}\n      - {rename: .b}\n  conversions: $s\n",
+            "a key is missing in 'checkpoint.conversions.1'",
+            9,
+        ),
         ("define: {i: [x.*, 3]}\ncheckpoint:\n  ignore:\n    - a\n    - $i\n", "'checkpoint.ignore.2'", 5),
     ],
 )
