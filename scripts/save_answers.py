@@ -1,5 +1,7 @@
 """Save what transformers computes for a checkpoint: python scripts/save_answers.py CHECKPOINT answers.npz
 
+A checkpoint that brings code of its own needs a third word, --trust-remote-code, which runs that code.
+
 The file holds input_ids [1, 16], logits [1, 16, V] and hidden_states [layers, 1, 16, H], the output of each
 decoder layer, all in float32. `registry parity --checkpoint CHECKPOINT --reference answers.npz` compares. It
 needs torch and transformers, in an environment of their own.
@@ -11,8 +13,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-checkpoint, answers = sys.argv[1:]
+checkpoint, answers, *trust = sys.argv[1:]
 options = {"dtype": torch.float32, "attn_implementation": "eager"}
+options["trust_remote_code"] = trust == ["--trust-remote-code"]
 model = AutoModelForCausalLM.from_pretrained(checkpoint, **options).eval()
 sizes = model.config.get_text_config()
 ids = torch.randint(sizes.vocab_size, (1, 16), generator=torch.Generator().manual_seed(0))

@@ -255,7 +255,8 @@ def _answers(path: Path) -> dict[str, np.ndarray]:
             "the reference cannot be read",
             where=str(path),
             expected="an .npz file",
-            found=type(error).__name__,
+            found="no such file" if isinstance(error, FileNotFoundError) else type(error).__name__,
+            hint="scripts/save_answers.py makes one with transformers",
         ) from error
     for ids, logits in (("input_ids", "logits"), ("greedy_ids", "greedy_logits")):
         a, b = arrays.get(ids), arrays.get(logits)

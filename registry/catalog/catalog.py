@@ -123,7 +123,7 @@ class Catalog:
         if name not in self.entries and name in self.broken:
             raise self.broken[name]
         if name not in self.entries:
-            near = difflib.get_close_matches(name.lower(), self.entries, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(name.lower(), self.entries, n=3, cutoff=0.5)
             short = [f"{folder / name}.yml" for folder in self.folders if (folder / f"{name}.yml").exists()]
             raise UnknownFamilyError(
                 f"no family is called '{name}'",
@@ -132,7 +132,7 @@ class Catalog:
                 if short
                 else f"did you mean {' or '.join(near)}?"
                 if near
-                else "`registry list` shows all",
+                else "`registry list` shows all; `--families FOLDER` adds those of a folder",
             )
         return self.entries[name].path
 

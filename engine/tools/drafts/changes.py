@@ -541,8 +541,10 @@ class Fitting:
         if kind.sinks != have.sinks:
             change["sinks"] = kind.sinks
         for leaf in kind.rest:
-            if leaf not in _strings(plain(have)):
-                self._take_leaf(leaf, change, set(kind.rest))
+            if leaf in _strings(plain(have)) or self._take_leaf(leaf, change, set(kind.rest)):
+                continue
+            if kind.gate is not None and kind.gate[0] == leaf:
+                change["gate"] = {"function": "sigmoid", "over": kind.gate[1], "path": leaf}
         if have.gate is not None and have.gate.path is not None and have.gate.path not in kind.rest:
             change["gate"] = None
         if change:
@@ -568,7 +570,8 @@ class Fitting:
         key = next((key for key in ("mlp_bias", "use_bias", "bias") if self.view.get(key) is fact), None)
         return {"from": key} if key else fact
 
-    def _take_leaf(self, leaf: str, change: dict[str, Any], present: set[str]) -> None:
+    def _take_leaf(self, leaf: str, change: dict[str, Any], present: set[str]) -> bool:
+        """Whether another family has a part with a module of this name, whose change is then taken over."""
         for reading in self.evidence.by_leaf.get(leaf, ()):
             section, _, field = reading.path.partition(".")
             of_kind = is_gqa(self.evidence.families[reading.family].attention)
@@ -577,7 +580,8 @@ class Fitting:
             if section == "attention" and of_kind and names <= present:
                 change[field] = reading.value
                 self.taken[reading.path] = reading.family
-                return
+                return True
+        return False
 
 
 def _strings(value: Any) -> set[str]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from mlx_experts.engine.tools.drafts.changes import Fitting
 from mlx_experts.engine.tools.drafts.constants import set_aside
-from mlx_experts.engine.tools.drafts.evidence import Evidence, alike, get, plain
+from mlx_experts.engine.tools.drafts.evidence import Evidence, alike, get, is_gqa, keys_read, plain
 from mlx_experts.engine.tools.drafts.facts import Facts, read_facts
 from mlx_experts.engine.tools.drafts.keys import read_more
 from mlx_experts.engine.tools.drafts.original import Original
@@ -35,15 +35,17 @@ from mlx_experts.registry.catalog.yaml_reader import SCHEMA_FILE
 from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.errors import CheckpointError, RegistryError, SpecError, UnknownFamilyError
 from mlx_experts.registry.resolve.planner import resolve
-from mlx_experts.registry.resolve.tiny_config import config_keys
 from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Spec
 
 _LOG = logging.getLogger("mlx_experts")
 IDENTITY = ("family", "extends", "reference", "model_types", "architectures", "when", "notes", "example")
 _ROPE_KEYS = {"rope_parameters", "rope_scaling", "text_config", "original_max_position_embeddings"}
-TRIED = 8
-"""How many of the nearest bases are tried on the tensors' headers."""
+TRIED, AT_MOST = 8, 20
+"""How many of the nearest bases are tried on the tensors' headers, and how many where none of them loads."""
+
+OTHER_ATTENTION = 10.0
+"""What it costs a base to have latent attention where the tensors show grouped queries, or the other way."""
 
 
 @dataclass
@@ -225,9 +227,14 @@ def _nearest(
         if whole.seen is not None and whole.seen.loadable:
             return whole
     own = tried([claimed] if claimed in evidence.families else [])
-    if not any(each.seen is not None and each.seen.loadable for each in own):
+    if not any(_loads(each) for each in own):
         ranked = sorted(usable, key=lambda base: _distance(base, facts, view, evidence, label))
-        own += tried(base for base in ranked[:TRIED] if base != claimed)
+        ranked = [base for base in ranked if base != claimed]
+        own += tried(ranked[:TRIED])
+        for base in ranked[TRIED:AT_MOST]:
+            if any(_loads(each) for each in own):
+                break
+            own += tried([base])
     if not own:
         raise UnknownFamilyError(
             "no known family comes near this checkpoint",
@@ -287,7 +294,10 @@ def _distance(base: str, facts: Facts, view: ConfigView, evidence: Evidence, lab
         fitting.fit(names_on_disk=True)
     except (RegistryError, ValidationError):
         return float("inf")
-    return _cost(base, fitting.change, evidence.keys_read(base), view, evidence, label)
+    mixer = evidence.families[base].attention
+    shown = mixer is not None and (facts.latent or bool(facts.attention))
+    strange = OTHER_ATTENTION if shown and facts.latent == is_gqa(mixer) else 0.0
+    return strange + _cost(base, fitting.change, evidence.keys_read(base), view, evidence, label)
 
 
 def _fitted(
@@ -301,7 +311,7 @@ def _fitted(
     fitting = Fitting(base, facts, view, evidence)
     try:
         fitting.fit(names_on_disk=on_disk)
-        read_more(fitting, [key for key, _ in unread_keys(config_keys(fitting.family()), view)])
+        read_more(fitting, [key for key, _ in unread_keys(keys_read(fitting.family()), view)])
         family = fitting.family()
     except (RegistryError, ValidationError):
         return None
@@ -322,7 +332,7 @@ def _fitted(
     except (RegistryError, ValidationError):
         # A base that does not stand without its constants comes after all that do.
         family, strange = fitting.family(), 50.0
-    cost = strange + _cost(base, fitting.change, config_keys(family), view, evidence, label)
+    cost = strange + _cost(base, fitting.change, keys_read(family), view, evidence, label)
     # Of two that say the same, the one that calls modules what the checkpoint calls them.
     cost += 0.0 if on_disk else 0.4
     return _Candidate(base, family, fitting.taken, fitting.read, cost)
@@ -349,6 +359,10 @@ def _leaves_of(value: Any) -> list[Any]:
     return [value]
 
 
+def _loads(candidate: _Candidate) -> bool:
+    return candidate.seen is not None and candidate.seen.loadable
+
+
 def _try(candidate: _Candidate, checkpoint: Checkpoint) -> None:
     """Add to a candidate's cost what the tensors say."""
     try:
@@ -372,7 +386,12 @@ def smallest(base: str, family: Family, catalog: Catalog) -> tuple[dict[str, Any
         alone.setdefault("dense", {})
     root = str(catalog.stated(base).get("extends") or base)
     whole = {k: v for k, v in plain(catalog.load(root)).items() if k not in IDENTITY}
+    if "text_config" not in catalog.stated(root):
+        # It followed from the names of the base's classes, which the draft's are not.
+        whole.pop("text_config", None)
     change = _difference(whole, {k: v for k, v in plain(family).items() if k not in IDENTITY}, Family)
+    # A section that says nothing is there without being named.
+    change = change and {k: v for k, v in change.items() if v != {} or plain(_DEFAULTS.get(k)) != {}}
     if change is None or _length(alone) < _length(change) or not _means(merge(whole, change), family):
         return alone, ""
     return change, root

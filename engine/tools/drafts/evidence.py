@@ -14,6 +14,7 @@ from mlx_experts.registry.resolve.tiny_config import config_keys
 from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec
 
+_PARTIAL = "partial_rotary_factor"
 _SECTIONS = ("embedding", "norm", "block", "attention", "dense", "moe", "head")
 
 
@@ -106,7 +107,7 @@ class Evidence:
         found: dict[str, list[Reading]] = defaultdict(list)
         for name, family in self.families.items():
             for section in _SECTIONS:
-                for path, ref in _references(section, getattr(family, section)):
+                for path, ref in references(section, getattr(family, section)):
                     for key in ref.keys:
                         found[key].append(Reading(name, path, plain(ref)))
         return found
@@ -127,7 +128,7 @@ class Evidence:
     def keys_read(self, name: str) -> set[str]:
         """Every top-level config key that a family reads."""
         if name not in self._keys:
-            self._keys[name] = config_keys(self.families[name])
+            self._keys[name] = keys_read(self.families[name])
         return self._keys[name]
 
     def raw(self, name: str) -> dict[str, Any]:
@@ -146,12 +147,26 @@ class Evidence:
         return list(reversed(distinct.values()))
 
 
-def _references(at: str, value: Any) -> Iterator[tuple[str, Ref]]:
+def keys_read(family: Family) -> set[str]:
+    """Every top-level config key that a family reads.
+
+    The share of a head that rotates is always read inside `rope_parameters`, and beside them only by a family
+    that says so.
+    """
+    refs = (
+        ref for section in Family.model_fields for _, ref in references(section, getattr(family, section))
+    )
+    beside = {_PARTIAL} & {key for ref in refs for key in ref.keys}
+    return (config_keys(family) - {_PARTIAL}) | beside
+
+
+def references(at: str, value: Any) -> Iterator[tuple[str, Ref]]:
+    """Every reference of a section, with its dotted place; those inside others are left out."""
     if isinstance(value, Ref):
         yield at, value
     elif isinstance(value, Spec):
         for name, info in type(value).model_fields.items():
-            yield from _references(f"{at}.{info.alias or name}", getattr(value, name))
+            yield from references(f"{at}.{info.alias or name}", getattr(value, name))
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -35,6 +35,7 @@ _ATTENTION = re.compile(r"attn|attention|mixer|indexer|conv")
 _FOREIGN = re.compile(
     r"vis(ion|ual)|audio|projector|sep(e|a)rator|image|video|speech|talker|code2wav|adapt|sam_"
 )
+_GATE = re.compile(r"gate|^g_proj$|^wg$")
 _CORRECTION = re.compile(r"correction|expert_bias|router_bias|score|balanc")
 # Gate, up and down, as public checkpoints call them; without a gate the first is absent.
 ROLES = (
@@ -95,7 +96,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention, as one layer's tensors show it."""
+    """Grouped-query attention, as one layer's tensors show it.
+
+    Args:
+        gate: the projection of a gate on the output, and whether it has a value for each `element` or `head`.
+        rest: leaves that are none of the others.
+    """
 
     path: str
     names: dict[str, str]
@@ -105,6 +111,7 @@ class Attention:
     sinks: str | None
     rest: tuple[str, ...]
     q_rows: int
+    gate: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -534,6 +541,9 @@ def _attention(tensors: Mapping[str, Shape], facts: Facts) -> Attention | None:
             None,
         )
         rest = sorted({n.split(".")[0] for n in leaves} - used - {qn or "", kn or "", sinks or ""})
+        inner = leaves[f"{names['o']}.weight"][1]
+        widths: dict[Shape, str] = {(inner, facts.hidden): "element", (heads, facts.hidden): "head"}
+        gates = ((n, widths.get(leaves.get(f"{n}.weight", ()))) for n in rest if _GATE.search(n))
         return Attention(
             path,
             {role: n for role, n in names.items() if n},
@@ -543,5 +553,6 @@ def _attention(tensors: Mapping[str, Shape], facts: Facts) -> Attention | None:
             sinks,
             tuple(rest),
             leaves[f"{q}.weight"][0],
+            next(((n, over) for n, over in gates if over is not None), None),
         )
     return None

@@ -80,6 +80,6 @@ def _of_key(path: str, value: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _fallback(path: str) -> dict[str, Any]:
     """What a key that is left out means at a place."""
-    if path.endswith(("multiplier", "scale")):
+    if path.endswith(("multiplier", "scale", "rope.partial")):
         return {"default": 1.0}
     return {"default": 0.0} if path.endswith("softcap") else {}

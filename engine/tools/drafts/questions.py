@@ -9,11 +9,10 @@ from typing import Any
 
 from mlx_experts.engine.tools.drafts.changes import BY_NAME
 from mlx_experts.engine.tools.drafts.constants import node_at, stated
-from mlx_experts.engine.tools.drafts.evidence import Evidence, is_gqa, plain
+from mlx_experts.engine.tools.drafts.evidence import Evidence, is_gqa, keys_read, plain
 from mlx_experts.engine.tools.drafts.facts import Facts
 from mlx_experts.engine.tools.inspect import Inspection
 from mlx_experts.registry.catalog.config_view import ConfigView
-from mlx_experts.registry.resolve.tiny_config import config_keys
 from mlx_experts.registry.spec.family import Family
 from mlx_experts.registry.spec.values import Ref, Spec, short_reference
 
@@ -256,6 +255,8 @@ def _rare(draft: Answered) -> Iterator[Question]:
         or stated(node, draft.view) is None
     ]
     loose = [p for p in loose if not p.startswith("attention.") or is_gqa(draft.family.attention)]
+    all_sparse = bool(draft.facts.sparse) and len(draft.facts.sparse) == len(draft.facts.layers)
+    loose = [p for p in loose if not (all_sparse and p.startswith("dense."))]
     for section in dict.fromkeys(path.rpartition(".")[0] for path in loose):
         own = [path for path in loose if path.rpartition(".")[0] == section]
         there = {p: v for p in own if _is_set(v := node_at(draft.family, p))}
@@ -274,7 +275,7 @@ def _keys(draft: Answered) -> Iterator[Question]:
     for key, (path, source) in draft.read.items():
         how = "as its name says" if source == BY_NAME else f"as {source} does"
         yield Question(f"{path}: config.{key}? read {how}; {draft.base} does not know the key", (path,), key)
-    for key, value in unread_keys(config_keys(draft.family), draft.view):
+    for key, value in unread_keys(keys_read(draft.family), draft.view):
         shown = str(value)
         readers = sorted({each.path for each in draft.evidence.by_key.get(key, ())})
         hint = f"; others read it at {readers[0]}" if readers else ""

@@ -124,3 +124,43 @@ def test_a_base_that_extends_none_is_preferred_where_two_explain_as_much(tmp_pat
     draft = draft_family(Checkpoint.open(tmp_path / "hub"), catalog())
     assert draft.base == "qwen3_moe"
     assert not {"variants", "layer_types", "checkpoint"} & set(draft.data)
+
+
+def all_but(*names: str) -> list[str]:
+    """Every family except these, for a draft that has few bases to try."""
+    return [name for name in catalog().names() if name not in names]
+
+
+def test_a_gate_on_the_attentions_output_is_told_by_its_shape() -> None:
+    others = all_but("exaone_moe", "qwen3_moe", "glm4_moe")
+    draft = draft_family(Checkpoint.open(CASES / "afmoe" / "base" / "hub"), catalog(), others)
+    assert draft.whole is not None
+    gate = draft.whole.attention.gate
+    assert (gate.path, gate.over, gate.function) == ("gate_proj", "element", "sigmoid")
+    assert any("attention.gate" in question.paths for question in draft.asked)
+
+
+def test_a_rotated_share_beside_the_rotations_parameters_is_read() -> None:
+    checkpoint = Checkpoint.open(CASES / "glm4_moe" / "base" / "hub")
+    assert checkpoint.config["partial_rotary_factor"] == 0.5
+    draft = draft_family(checkpoint, catalog(), all_but("exaone_moe", "glm4v_moe", "dots1"))
+    assert draft.whole is not None
+    assert draft.whole.attention.rope.partial.keys == ("partial_rotary_factor",)
+
+
+def test_bases_are_tried_until_one_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mlx_experts.engine.tools.drafts.draft.TRIED", 1)
+    case = CASES / "deepseek_v3" / "base"
+    shutil.copytree(case / "hub", tmp_path / "hub")
+    # As transformers 5 writes it, which names the sizes of attention that other families need.
+    shutil.copy(case / "hub" / "config.transformers.json", tmp_path / "hub" / "config.json")
+    nearest = ("axk2", "glm4_moe", "dots3_note", "mistral_large3")
+    draft = draft_family(Checkpoint.open(tmp_path / "hub"), catalog(), all_but(*nearest))
+    assert not any("where does the checkpoint keep" in question for question in draft.questions)
+
+
+def test_a_section_that_says_nothing_is_not_in_a_draft() -> None:
+    checkpoint = Checkpoint.open(CASES / "mixtral" / "base" / "hub")
+    draft = draft_family(checkpoint, catalog(), all_but("qwen3_moe", "minimax_m2"))
+    assert {} not in draft.data.values()
+    assert not any(path.startswith("dense.") for question in draft.asked for path in question.paths)
