@@ -27,7 +27,7 @@ from mlx_experts.registry.spec.written import Written
 
 stated = Written[RouterSpec].model_validate({"score": "softmax", "drop_below": {"from": "least"}})
 assert stated.drop_below.keys == ("least",)
-assert "drop_below" in family_schema()["$defs"]["RouterSpec"]["properties"]
+assert "drop_below" in family_schema()["$defs"]["RouterSpec"]["else"]["properties"]
 spec = RouterSpec.model_validate({"score": "softmax", "drop_below": 0.3})
 router, moe = Router(spec, 4, 4, 3, 1e-6), nn.Module()
 router.build(moe)
