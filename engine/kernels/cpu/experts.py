@@ -241,4 +241,6 @@ def prepare(
             "a view into a larger array",
             "Make the stacks contiguous when loading.",
         )
-    return FusedExperts(experts, activations)
+    made = FusedExperts(experts, activations)
+    start.warmed()
+    return made

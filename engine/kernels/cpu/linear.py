@@ -87,4 +87,6 @@ def prepare(stack: Stack, activations: Activations = "float32") -> FusedLinear |
             "a view into a larger array",
             "Make the weights contiguous when loading.",
         )
-    return FusedLinear(stack, activations)
+    made = FusedLinear(stack, activations)
+    start.warmed()
+    return made

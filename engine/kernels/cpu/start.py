@@ -127,7 +127,6 @@ if sys.platform != "win32":
 
 def run(forms: Forms, large: bool, *arguments: Any) -> Any:
     """Run one computation, on all threads where it is large and they are there."""
-    warmed()
     with LOCK:
         if large and not _forked:
             # numba keeps the number for each of the threads that call.
@@ -137,7 +136,7 @@ def run(forms: Forms, large: bool, *arguments: Any) -> Any:
 
 
 def warmed() -> None:
-    """Wait for the processes that compile beside this one, where there are some."""
+    """Wait for the processes that compile beside this one: before a kernel is used that was just prepared."""
     for process in WARMING.copy():
         process.wait()
     WARMING.clear()
@@ -162,6 +161,5 @@ def _threads() -> int:
 
 def compiled() -> ModuleType:
     """``cpu_driver``, on a machine that ``unavailable`` has not turned away."""
-    warmed()
     driver: Any = _numba()
     return driver  # type: ignore[no-any-return]

@@ -118,7 +118,7 @@ def needed(large: bool) -> tuple[Compiled, ...]:
 
 @lru_cache(maxsize=2)
 def begin(large: bool) -> None:
-    """Start the processes that compile what is not on disk; ``start.run`` waits for them.
+    """Start the processes that compile what is not on disk; ``start.warmed`` waits for them.
 
     Args:
         large: whether layers are large enough for several threads.
