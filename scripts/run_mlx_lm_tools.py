@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 LIMIT_S = 300
+# What the table's versions are of, the commands' own needs among them.
+PACKAGES = ("mlx-lm", "mlx", "lm_eval", "datasets", "openai")
 
 
 @dataclass
@@ -468,8 +470,7 @@ RUNS: dict[str, Callable[[Place], tuple[str, Ran]]] = {
 
 def table(rows: list[tuple[str, str, Ran]]) -> str:
     """The rows as a table of Markdown, under the versions that they belong to."""
-    packages = ("mlx-lm", "mlx", "lm_eval", "datasets", "openai")
-    named = ", ".join(f"{package} {version(package)}" for package in packages)
+    named = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     lines = [
         f"Every command ran on {date.today().isoformat()} on {mx.default_device().type.name.upper()} "
         f"with {named}. The last columns count calls of experts in the run shown.",
@@ -490,6 +491,13 @@ def main() -> None:
     asked = parser.parse_args()
     found = tools()
     needs(set(found) == set(RUNS), f"commands without a run: {sorted(set(found) ^ set(RUNS))}")
+    if unknown := sorted(set(asked.tools) - set(RUNS)):
+        parser.error(f"mlx-lm has no command {', '.join(unknown)}; it has {', '.join(found)}")
+    if asked.write and asked.tools:
+        parser.error("the table has every command: give --write without TOOL")
+    installed = {each.metadata["Name"].lower().replace("-", "_") for each in distributions()}
+    if lacking := [each for each in PACKAGES if each.replace("-", "_") not in installed]:
+        parser.error(f"some commands need {', '.join(lacking)}: pip install {' '.join(lacking)}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder))

@@ -30,6 +30,7 @@ from mlx_lm.generate import generate_step
 from mlx_experts import batch_generate, load, stream_generate, trace
 from mlx_experts.engine.loading.doors import Doors, open_doors
 from mlx_experts.engine.loading.speculative import Account
+from mlx_experts.registry.errors import RegistryError
 
 ROOT = Path(__file__).parent.parent
 DEMO, PAGE = ROOT / "api" / "demo", ROOT / "docs" / "mlx-lm.md"
@@ -177,11 +178,16 @@ def main() -> None:
     if asked.rank_of:
         print(json.dumps(one_rank(asked.model, asked.tokens, asked.rank_of, asked.backend)), flush=True)
         return
+    if asked.only_ranks and asked.ranks < 2:
+        parser.error("--only-ranks times at least two ranks")
     rows = []
-    if not asked.only_ranks:
-        rows += alone(*load(asked.model), asked.tokens)
-    if asked.ranks > 1:
-        rows += spread(asked.model, asked.tokens, asked.ranks, asked.backend)
+    try:
+        if not asked.only_ranks:
+            rows += alone(*load(asked.model), asked.tokens)
+        if asked.ranks > 1:
+            rows += spread(asked.model, asked.tokens, asked.ranks, asked.backend)
+    except RegistryError as error:
+        sys.exit(f"error: {error}")
     made = table(rows, asked.model)
     print(made)
     if asked.write:
