@@ -17,25 +17,10 @@ from mlx_experts.engine.weights.audit import collapse
 from mlx_experts.engine.weights.awq_gptq import repack_transposed
 from mlx_experts.engine.weights.fp8 import decode_fp8
 from mlx_experts.engine.weights.packed import repack_integers, repack_microscaled
+from mlx_experts.engine.weights.reader import SPELLED
 from mlx_experts.registry.errors import TensorError
 from mlx_experts.registry.quantization.detect import EncodingPlan, plan_encodings, shape_tensors
 from mlx_experts.registry.quantization.formats import Encoded, TensorForm
-
-_SPELLED = {
-    mx.bool_: "BOOL",
-    mx.uint8: "U8",
-    mx.int8: "I8",
-    mx.uint16: "U16",
-    mx.int16: "I16",
-    mx.uint32: "U32",
-    mx.int32: "I32",
-    mx.uint64: "U64",
-    mx.int64: "I64",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.float32: "F32",
-    mx.complex64: "C64",
-}
 
 
 @dataclass
@@ -101,7 +86,7 @@ def find_encodings(
 ) -> EncodingPlan:
     """What is encoded and how; arguments and errors are those of :func:`decode_encodings`."""
     stored = {
-        name: _as_stored(array, (dtypes or {}).get(name, _SPELLED[array.dtype]))
+        name: _as_stored(array, (dtypes or {}).get(name, SPELLED[array.dtype]))
         for name, array in arrays.items()
     }
     shapes = {
@@ -112,7 +97,7 @@ def find_encodings(
     mx.eval(list(shapes.values()))
     widths = {name: int(np.array(array).flat[-1]) for name, array in shapes.items()}
     entry = config.get("quantization") or config.get("quantization_config")
-    return plan_encodings(stored, entry, widths=widths, dense=_SPELLED[dense])
+    return plan_encodings(stored, entry, widths=widths, dense=SPELLED[dense])
 
 
 def _as_stored(array: mx.array, dtype: str) -> TensorForm:
@@ -157,7 +142,7 @@ def check_kinds(
         scales = leaf == "scales" and array.dtype == mx.uint8 and weight
         numbers = leaf in whole and mx.issubdtype(array.dtype, mx.integer)
         if not (packed or scales or numbers):
-            odd[dtypes.get(name, _SPELLED[array.dtype])].append(name)
+            odd[dtypes.get(name, SPELLED[array.dtype])].append(name)
     if odd:
         raise TensorError(
             "tensors are of a dtype that no parameter takes",

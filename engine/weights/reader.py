@@ -24,7 +24,7 @@ from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 from mlx_experts.registry.checkpoint.safetensors_header import Header, TensorInfo, read_header
 from mlx_experts.registry.errors import CheckpointError
 
-_MLX_DTYPES = {
+DTYPES = {
     "BOOL": mx.bool_,
     "U8": mx.uint8,
     "I8": mx.int8,
@@ -38,9 +38,12 @@ _MLX_DTYPES = {
     "BF16": mx.bfloat16,
     "F32": mx.float32,
     "C64": mx.complex64,
-    "F8_E4M3": mx.uint8,
-    "F8_E8M0": mx.uint8,
 }
+"""MLX's dtype by the name in a safetensors header, for those that MLX has itself."""
+SPELLED = {dtype: name for name, dtype in DTYPES.items()}
+"""The name in a header by MLX's dtype."""
+# Eight-bit floats keep their bytes.
+_MLX_DTYPES = {**DTYPES, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8}
 _OWN_DTYPES = {"F4": mx.uint8, "F8_E5M2": mx.uint8, "F64": mx.float32}
 
 

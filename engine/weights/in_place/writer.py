@@ -13,24 +13,11 @@ from typing import IO
 import mlx.core as mx
 import numpy as np
 
+from mlx_experts.engine.weights.reader import SPELLED
 from mlx_experts.registry.checkpoint.shard_index import INDEX_NAME
 from mlx_experts.registry.errors import CheckpointError
 
 SHARD_BYTES = 5 * 10**9
-_SPELLED = {
-    mx.bool_: "BOOL",
-    mx.uint8: "U8",
-    mx.int8: "I8",
-    mx.uint16: "U16",
-    mx.int16: "I16",
-    mx.uint32: "U32",
-    mx.int32: "I32",
-    mx.uint64: "U64",
-    mx.int64: "I64",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.float32: "F32",
-}
 Progress = Callable[[int, int, str], None]
 
 
@@ -111,7 +98,7 @@ def _header(shard: _Shard, tensors: Mapping[str, mx.array]) -> bytes:
     for name in shard.tensors:
         value = tensors[name]
         entries[name] = {
-            "dtype": _SPELLED[value.dtype],
+            "dtype": SPELLED[value.dtype],
             "shape": list(value.shape),
             "data_offsets": [at, at + value.nbytes],
         }
