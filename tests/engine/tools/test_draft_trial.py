@@ -15,6 +15,7 @@ from mlx_experts.registry.checkpoint.checkpoint import Checkpoint
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "draft-trial.md"
 ROW = re.compile(r"\| (\w+)/\w+ \| \w* \| (right|wrong|refused) \| (right|wrong|refused) \| (\d+) \|")
+NEWER = re.compile(r"\| (\w+)/\w+ \|.*\| \d+ \| (right|wrong|refused) \| (right|wrong|refused) \|")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,20 @@ def test_the_page_has_every_family_and_keeps_the_bounds(script: ModuleType) -> N
     assert sum(untouched == "right" for _, untouched, _, _ in rows) >= 0.6 * len(rows)
     assert sum(answered == "right" for _, _, answered, _ in rows) >= 0.9 * len(rows)
     assert [name for name, _, answered, asked in rows if answered == "wrong" or asked == "0"] == []
+
+
+def test_configs_as_transformers_5_writes_them_keep_the_bounds(script: ModuleType) -> None:
+    rows = NEWER.findall(PAGE.read_text())
+    case = {path.parent.name for path in script.cases_of(script.described()) if has_newer(path)}
+    assert {name for name, *_ in rows} <= case
+    assert len(rows) >= 30
+    assert sum(untouched == "right" for _, untouched, _ in rows) >= 0.6 * len(rows)
+    assert sum(answered == "right" for _, _, answered in rows) >= 0.9 * len(rows)
+    assert "wrong" not in {answered for *_, answered in rows}
+
+
+def has_newer(case: Path) -> bool:
+    return (case / "hub" / "config.transformers.json").is_file()
 
 
 def test_a_hidden_family_is_hidden_with_all_that_extends_it(script: ModuleType) -> None:
