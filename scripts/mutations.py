@@ -108,6 +108,12 @@ def written_out(data: dict[str, Any]) -> dict[str, Any]:
     """The content without names of standard values, and with one path in each step of the conversions."""
     own = data.get("define", {})
     data = {key: value if key in VERBATIM else _named(value, own) for key, value in data.items()}
+    if "define" in data:
+        # A list of steps stands there too; lists of other things hold no steps.
+        data["define"] = {
+            key: [single for step in value for single in _single(step)] if isinstance(value, list) else value
+            for key, value in data["define"].items()
+        }
     checkpoint = data.get("checkpoint")
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("conversions"), list):
         return data

@@ -195,6 +195,7 @@ class Target:
                 continue
             expect(not class_plans.missed_defaults(family, model_type), "another default")
             expect(not class_plans.missed_lists(family, model_type), "another list")
+            expect(not class_plans.missed_settings(family, model_type), "another setting")
 
     def prediction(self, family: Family) -> None:
         """Notice other guesses of the token after the next."""
@@ -320,7 +321,7 @@ class Bench:
             for kind in target.mlx_lm_types:
                 if f"mlx-lm {kind}" in changed[target.name] or everything:
                     yield "mlx-lm", lambda t=target, m=kind, f=family: t.mlx_lm(m, f)
-                if at[:2] == ("checkpoint", "full_precision"):
+                if at[:2] == ("checkpoint", "full_precision") or at[-1] == "quantizable":
                     yield "conversion", lambda t=target, m=kind, f=family: t.conversion(m, f)
         for target, family in pairs:
             if target.name in tiny:

@@ -8,8 +8,10 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from mlx_experts.registry.errors import ConfigError
@@ -210,6 +212,45 @@ def missed_defaults(family: Family, model_type: str) -> dict[str, Any]:
     if (family.family, "tie_word_embeddings") in OTHERWISE:
         odd.pop(".head.tied", None)
     return odd
+
+
+@cache
+def settings() -> dict[str, list[dict[str, Any]]]:
+    """By model type, settings of files that a class makes its own of."""
+    path = Path(__file__).parent.parent / "data" / "settings.yaml"
+    found: dict[str, list[dict[str, Any]]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
+
+
+def missed_settings(family: Family, model_type: str) -> dict[str, Any]:
+    """By a file's settings, what they mean otherwise than what the class makes of them.
+
+    Raises:
+        ConfigError: the family cannot read what the class writes.
+    """
+    found: dict[str, Any] = {}
+    for stated in settings().get(model_type, ()):
+        own = {**ADDED.get(model_type, {}), **stated}
+        want = plan_values(family, json.loads(_made(model_type, json.dumps(own))))
+        try:
+            odd: Any = differences(want, plan_values(family, {"model_type": model_type, **own}))
+        except ConfigError as error:
+            odd = str(error)
+        # What a type of layer means is compared, and its name is not.
+        odd = odd if isinstance(odd, str) else {at: v for at, v in odd.items() if not at.endswith("].type")}
+        if odd:
+            found[", ".join(stated)] = odd
+    return found
+
+
+@cache
+def _made(model_type: str, stated: str) -> str:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return str(CONFIG_MAPPING[model_type](**json.loads(stated)).to_json_string(use_diff=False))
+    finally:
+        logging.disable(before)
 
 
 def single_keys(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:

@@ -304,6 +304,11 @@ def missed_words(family: Family) -> dict[str, Any]:
 
 def _otherwise(said: Any, found: Any, at: str) -> Iterator[tuple[str, Any]]:
     """Where a part of a section says something else; a key may name a place by several keys with dots."""
+    if isinstance(said, list) and isinstance(found, str):
+        # A single key may stand alone.
+        found = [found]
+    if isinstance(said, dict) and isinstance(found, list | tuple):
+        found = dict(enumerate(found))
     if isinstance(said, dict) and isinstance(found, dict):
         for key, value in said.items():
             below = found

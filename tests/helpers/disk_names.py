@@ -73,7 +73,8 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
         spelling: `names` are patterns and replacements on the tree's names, applied in order; `layout` is
             how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk, `lifted`
             of tensors that have a first axis of one there, `numbered` are patterns of stacks whose rows lie
-            apart and their names with `{e}` for the number, `joined` names of what lies in one matrix,
+            apart and their names with `{e}` for the number, `joined` names of what lies in one matrix, by
+            `groups` rows in turn,
             `lacking` patterns of parameters that files leave out and that are zeros, `surplus` names of
             tensors that files have and a model of these settings has not.
     """
@@ -93,7 +94,7 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
     for pattern in spelling.get("lifted", ()):
         found = {n: v[None] if re.search(pattern, n) else v for n, v in found.items()}
     for joined, parts in spelling.get("joined", {}).items():
-        found = _in_one(found, joined, parts)
+        found = _in_one(found, joined, parts, spelling.get("groups", {}).get(joined, 1))
     for pattern, new in spelling.get("numbered", {}).items():
         found = _apart(found, re.compile(pattern), new)
     for pattern, new in spelling.get("names", {}).items():
@@ -101,14 +102,15 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
     return found
 
 
-def _in_one(tensors: Tensors, joined: str, parts: list[str]) -> Tensors:
-    """Tensors with the rows of neighbouring modules in one matrix, in this order."""
+def _in_one(tensors: Tensors, joined: str, parts: list[str], groups: int) -> Tensors:
+    """Tensors with the rows of neighbouring modules in one matrix, in this order within each group."""
     found = dict(tensors)
     for name in tensors:
         at, _, plane = name.rpartition(f".{parts[0]}.")
         if at:
             rows = [found.pop(f"{at}.{part}.{plane}") for part in parts]
-            found[f"{at}.{joined}.{plane}"] = mx.concatenate(rows)
+            cut = [each.reshape(groups, -1, *each.shape[1:]) for each in rows]
+            found[f"{at}.{joined}.{plane}"] = mx.concatenate(cut, axis=1).reshape(-1, *rows[0].shape[1:])
     return found
 
 

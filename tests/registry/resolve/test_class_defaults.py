@@ -15,8 +15,10 @@ from class_plans import (
     missed_aliases,
     missed_defaults,
     missed_lists,
+    missed_settings,
     missed_single_defaults,
     plan_values,
+    settings,
 )
 
 from mlx_experts.engine.models.known_families import catalog
@@ -52,6 +54,16 @@ def test_each_key_that_is_left_out_alone_means_the_classs_default(name: str, mod
 @pytest.mark.parametrize(("name", "model_type"), PAIRS)
 def test_another_name_that_the_class_takes_for_a_key_means_that_key(name: str, model_type: str) -> None:
     assert missed_aliases(catalog().load(name), model_type) == {}
+
+
+@pytest.mark.report("C16")
+@pytest.mark.parametrize(("name", "model_type"), [pair for pair in PAIRS if pair[1] in settings()])
+def test_settings_of_older_files_mean_what_the_class_makes_of_them(name: str, model_type: str) -> None:
+    assert missed_settings(catalog().load(name), model_type) == {}
+
+
+def test_every_older_setting_is_of_a_class_that_a_family_is_compared_with() -> None:
+    assert set(settings()) <= {model_type for _, model_type in PAIRS}
 
 
 @pytest.mark.report("C16")
