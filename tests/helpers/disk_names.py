@@ -74,7 +74,7 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
             how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk, `lifted`
             of tensors that have a first axis of one there, `numbered` are patterns of stacks whose rows lie
             apart and their names with `{e}` for the number, `joined` names of what lies in one matrix, by
-            `groups` rows in turn,
+            `groups` rows in turn, or `each` in turn,
             `lacking` patterns of parameters that files leave out and that are zeros, `surplus` names of
             tensors that files have and a model of these settings has not.
     """
@@ -102,15 +102,24 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
     return found
 
 
-def _in_one(tensors: Tensors, joined: str, parts: list[str], groups: int) -> Tensors:
-    """Tensors with the rows of neighbouring modules in one matrix, in this order within each group."""
+def _in_one(tensors: Tensors, joined: str, parts: list[str], groups: int | str) -> Tensors:
+    """Tensors with the rows of neighbouring modules in one matrix, in this order within each group.
+
+    Args:
+        groups: how many there are; `each` for one row of every part, in matrices and stacks [..., R, C].
+    """
     found = dict(tensors)
     for name in tensors:
         at, _, plane = name.rpartition(f".{parts[0]}.")
         if at:
             rows = [found.pop(f"{at}.{part}.{plane}") for part in parts]
-            cut = [each.reshape(groups, -1, *each.shape[1:]) for each in rows]
-            found[f"{at}.{joined}.{plane}"] = mx.concatenate(cut, axis=1).reshape(-1, *rows[0].shape[1:])
+            *lead, count, width = rows[0].shape if len(rows[0].shape) > 1 else (len(rows[0]), 1)
+            if isinstance(groups, str):
+                one = mx.stack(rows, axis=-2).reshape(*lead, count * len(rows), width)
+            else:
+                cut = [each.reshape(groups, -1, *each.shape[1:]) for each in rows]
+                one = mx.concatenate(cut, axis=1).reshape(-1, *rows[0].shape[1:])
+            found[f"{at}.{joined}.{plane}"] = one
     return found
 
 
