@@ -191,7 +191,8 @@ def _of_mapping(value: dict[Any, Any], at: Path, types: list[str]) -> Iterator[C
     names = [key for key, each in value.items() if _is_name(each, (*at, key)) and key not in PROSE]
     for a, b in itertools.pairwise(names):
         if value[a] != value[b]:
-            yield at, f"{a} and {b} swapped", {**value, a: value[b], b: value[a]}
+            both = f"{a} {value[a]} and {b} {value[b]}"
+            yield at, f"{both} swapped", {**value, a: value[b], b: value[a]}
 
 
 def _of_list(value: list[Any], at: Path, types: list[str]) -> Iterator[Change]:

@@ -155,7 +155,17 @@ def plan_values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the family cannot read the config.
     """
-    return values_of(plan_of(family, config))
+    key = json.dumps(config, sort_keys=True)
+    if not (_PLANS and _PLANS[0][0] is family):
+        _PLANS[:] = [(family, {})]
+    known = _PLANS[0][1]
+    if key not in known:
+        known[key] = values_of(plan_of(family, config))
+    return dict(known[key])
+
+
+# The plans of the family that was asked for last.
+_PLANS: list[tuple[Family, dict[str, dict[str, Any]]]] = []
 
 
 def values_of(plan: Plan) -> dict[str, Any]:
