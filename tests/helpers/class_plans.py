@@ -68,9 +68,13 @@ SAME = {
     "moe.router.options.types": "a list, or how many layers come first",
     "mixer.options.sources": "every layer its own, as a list or not",
     "mixer.scale_width": "the width of a head",
-    "mixer.options.head_dim": "`auto` is worked out by the mixer",
-    "mixer.options.rank": "`auto` is worked out by the mixer",
-    "mixer.options.step_limit[1]": "infinity, as a word",
+}
+# The same for these where either says so in a word.
+WORDS = {
+    ".mixer.options.head_dim": {"auto"},
+    ".mixer.options.rank": {"auto"},
+    ".mixer.options.step_limit[1]": {"inf", "Infinity", None},
+    ".mixer.options.step_limit[1].__float__": {"inf", "Infinity", None},
 }
 # Classes that force or work out the type of a layer, or whose types are two settings here: no list to turn.
 FORCED = {"jamba", "llama4", "llama4_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
@@ -192,7 +196,18 @@ def plan_differences(want: Plan, got: Plan) -> dict[str, tuple[Any, Any]]:
 
 def differences(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where two plans differ, with what each says."""
-    return {k: (want.get(k), got.get(k)) for k in {*want, *got} if want.get(k) != got.get(k)}
+    return {
+        k: (want.get(k), got.get(k))
+        for k in {*want, *got}
+        if want.get(k) != got.get(k) and not _in_a_word(k, want.get(k), got.get(k))
+    }
+
+
+def _in_a_word(at: str, *values: Any) -> bool:
+    """Whether a place may hold a word, and one value is it; infinity is a word or nothing on both sides."""
+    words = next((each for end, each in WORDS.items() if at.endswith(end)), set())
+    found = [value in words for value in values if isinstance(value, str | None)]
+    return len(found) == len(values) if None in words else any(found)
 
 
 def bare_configs(model_type: str) -> list[dict[str, Any]]:
