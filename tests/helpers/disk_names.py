@@ -74,7 +74,8 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
             how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk, `lifted`
             of tensors that have a first axis of one there, `numbered` are patterns of stacks whose rows lie
             apart and their names with `{e}` for the number, `joined` names of what lies in one matrix, by
-            `groups` rows in turn, or `each` in turn,
+            `groups` rows in turn, or `each` in turn, `absorbed` says that latent keys and values are one
+            `kv_b_proj`, `shared` are patterns of what is the same in every layer, with its one name,
             `lacking` patterns of parameters that files leave out and that are zeros, `surplus` names of
             tensors that files have and a model of these settings has not.
     """
@@ -91,6 +92,10 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
         found = laid_out(found, **layout)
     for pattern in spelling.get("kernels", ()):
         found = {n: v.swapaxes(1, 2) if re.search(pattern, n) else v for n, v in found.items()}
+    if spelling.get("absorbed"):
+        found = _unabsorbed(found)
+    for pattern, new in spelling.get("shared", {}).items():
+        found = {re.sub(rf"^.*{pattern}", new, name): value for name, value in found.items()}
     for pattern in spelling.get("lifted", ()):
         found = {n: v[None] if re.search(pattern, n) else v for n, v in found.items()}
     for joined, parts in spelling.get("joined", {}).items():
@@ -99,6 +104,18 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
         found = _apart(found, re.compile(pattern), new)
     for pattern, new in spelling.get("names", {}).items():
         found = {re.sub(pattern, new, name): value for name, value in found.items()}
+    return found
+
+
+def _unabsorbed(tensors: Tensors) -> Tensors:
+    """Tensors with one matrix [heads (nope + v), rank] in the place of both that attention absorbs."""
+    found = dict(tensors)
+    for name in tensors:
+        at, _, rest = name.rpartition(".embed_q.")
+        if at and rest == "weight":
+            queries, values = found.pop(name), found.pop(f"{at}.unembed_out.weight")
+            rows = mx.concatenate([queries.swapaxes(1, 2), values], axis=1)
+            found[f"{at}.kv_b_proj.weight"] = rows.reshape(-1, rows.shape[-1])
     return found
 
 
@@ -205,12 +222,24 @@ def misread(family: Family, spelling: dict[str, Any]) -> list[str]:
         TensorError: the checkpoint is refused.
     """
     converter, parameters = _converter(family)
+    for pattern in spelling.get("shared", ()):
+        parameters = _alike(parameters, pattern)
     disk = spelled(parameters, spelling)
     kept, _ = converter.ignore(disk)
     got = converter.convert(kept).tensors
     audit(parameters, got).check("a spelling")
     zero = {n for n in parameters if any(re.search(each, n) for each in spelling.get("lacking", ()))}
     return [n for n, v in parameters.items() if not mx.allclose(got[n], v * (n not in zero)).item()]
+
+
+def _alike(parameters: Tensors, pattern: str) -> Tensors:
+    """Parameters with those of a pattern that end alike being one and the same."""
+    first: Tensors = {}
+    found = dict(parameters)
+    for name, value in parameters.items():
+        if match := re.search(pattern, name):
+            found[name] = first.setdefault(match[0], value)
+    return found
 
 
 def check_spellings(family: Family) -> None:
