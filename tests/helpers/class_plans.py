@@ -261,11 +261,24 @@ def missed_settings(family: Family, model_type: str) -> dict[str, Any]:
             odd: Any = differences(want, plan_values(family, {"model_type": model_type, **own}))
         except ConfigError as error:
             odd = str(error)
+        if "layer_types" in stated and (alike := _alike(family, model_type, own)):
+            found[", ".join(stated)] = alike
+            continue
         # What a type of layer means is compared, and its name is not.
         odd = odd if isinstance(odd, str) else {at: v for at, v in odd.items() if not at.endswith("].type")}
         if odd:
             found[", ".join(stated)] = odd
     return found
+
+
+def _alike(family: Family, model_type: str, own: dict[str, Any]) -> str:
+    """Two layers of unlike types that a family reads as the same, or nothing."""
+    types = text_level(json.loads(_made(model_type, json.dumps(own))))["layer_types"]
+    layers = resolve(family, {"model_type": model_type, **own}).layers
+    for i, other in enumerate(types):
+        if other != types[0] and layers[i].mixer == layers[0].mixer:
+            return f"layers 0 and {i} are {types[0]} and {other}, and the same here"
+    return ""
 
 
 @cache
