@@ -54,6 +54,10 @@ ADDED: dict[str, dict[str, Any]] = {
 _OLDER_TIE = "the text settings say it, as files before transformers 5 have it"
 # Where families follow the files that are there and not what a class says of a key alone.
 OTHERWISE = {
+    (
+        "bailing_moe_v3",
+        "linear_head_dim",
+    ): "the authors' head_dim means it, which transformers saves for a slice",
     ("ernie4_5_moe", "moe_intermediate_size"): "the authors' code falls back to intermediate_size",
     ("kimi_k25", "tie_word_embeddings"): _OLDER_TIE,
     ("qwen3_vl_moe", "tie_word_embeddings"): _OLDER_TIE,
