@@ -7,6 +7,7 @@ from the checkpoint. A comment stays with the key or the item that it stands bef
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pydantic import BaseModel
 from mlx_experts.registry.catalog.conversion_steps import INSIDE, KEEPING, RENAMING, STEPS
 from mlx_experts.registry.catalog.family_lines import WIDTH, Node, entry, quoted, wrapped
 from mlx_experts.registry.catalog.shorthand import EXTENDS, REFERENCE, SIZE, VERBATIM
-from mlx_experts.registry.catalog.yaml_reader import LOADER, SCHEMA_FILE, parse
+from mlx_experts.registry.catalog.yaml_reader import SCHEMA_FILE, parse
 from mlx_experts.registry.spec.attention import GqaSpec, PluginMixerSpec, WrittenMixer
 from mlx_experts.registry.spec.checkpoint import VERBS, CheckpointSpec
 from mlx_experts.registry.spec.family import Family
@@ -40,7 +41,7 @@ def formatted(text: str, path: Path) -> str:
         SpecError: the text is no family file that could be read.
     """
     node, _ = parse(text, path)
-    comments = _comments(text)
+    comments = _comments(text, node)
     head = [text for place, text, alone in comments if alone and place < node.start_mark.index]
     rest = [each for each in comments if each[0] > node.start_mark.index]
     tree, left = _tree(node, rest)
@@ -58,18 +59,31 @@ def formatted(text: str, path: Path) -> str:
     return "\n".join([*lines, *wrapped(left, 0)]) + "\n"
 
 
-def _comments(text: str) -> list[tuple[int, str, bool]]:
+def _comments(text: str, node: yaml.Node) -> list[tuple[int, str, bool]]:
     """Every comment: where it stands, its text, and whether it has its line to itself."""
+    plain = sorted(_scalars(node))
     found = []
-    end = 0
-    for token in yaml.scan(text, Loader=LOADER):
-        if token.start_mark.index > end:
-            for match in re.finditer(r"#[^\n]*", text[end : token.start_mark.index]):
-                at = end + match.start()
-                alone = not text[text.rfind("\n", 0, at) + 1 : at].strip()
-                found.append((at, match[0].rstrip(), alone))
-        end = max(end, token.end_mark.index)
+    for line in re.finditer(r"[^\n]+", text):
+        for match in re.finditer("#", line[0]):
+            at = line.start() + match.start()
+            before = bisect.bisect_right(plain, (at, len(text))) - 1
+            if before < 0 or plain[before][1] <= at:
+                found.append((at, text[at : line.end()].rstrip(), not line[0][: match.start()].strip()))
+                break
     return found
+
+
+def _scalars(node: yaml.Node) -> Iterator[tuple[int, int]]:
+    """From where to where each key and each plain value stands."""
+    if isinstance(node, yaml.ScalarNode):
+        yield node.start_mark.index, node.end_mark.index
+    elif isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            yield from _scalars(each)
+    else:
+        for key, value in node.value:
+            yield from _scalars(key)
+            yield from _scalars(value)
 
 
 def _tree(node: yaml.Node, comments: list[tuple[int, str, bool]]) -> tuple[Node, list[str]]:
@@ -267,20 +281,20 @@ def _has_key(kind: Any, value: dict[str, Node]) -> bool:
     return model is not None and model is not Ref and "from" in _fields(model)
 
 
-def _models(kind: Any) -> Iterator[type[BaseModel]]:
+@functools.cache
+def _models(kind: Any) -> tuple[type[BaseModel], ...]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        if kind is not Ref:
-            yield kind
-    elif get_origin(kind) is not dict:
-        for each in get_args(kind):
-            yield from _models(each)
+        return () if kind is Ref else (kind,)
+    if get_origin(kind) is dict:
+        return ()
+    return tuple(model for each in get_args(kind) for model in _models(each))
 
 
 def _model(kind: Any, value: dict[str, Node]) -> type[BaseModel] | None:
     """The section that a mapping is, of those that may stand there: the one that has most of its keys."""
     if kind is Ref:
         return Ref
-    found = list(_models(kind))
+    found = _models(kind)
     if Written[GqaSpec] in found:
         other = "kind" in value and value["kind"].value != "gqa"
         return Written[PluginMixerSpec] if other else Written[GqaSpec]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_experts.plugins.manager import add_plugin_file, family_folders
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -31,8 +29,11 @@ def add_plugin_files(files: list[Path] | None) -> list[Path] | None:
     Raises:
         PluginError: a file is not there.
     """
-    for path in files or ():
-        add_plugin_file(path)
+    if files:
+        from mlx_experts.plugins.manager import add_plugin_file
+
+        for path in files:
+            add_plugin_file(path)
     return files
 
 
@@ -78,6 +79,7 @@ def open_catalog(folders: list[Path] | None) -> Catalog:
     Raises:
         SettingError: a folder does not exist.
     """
+    from mlx_experts.plugins.manager import family_folders
     from mlx_experts.registry.catalog.catalog import Catalog
 
     return Catalog([*family_folders(), *(folders or [])])
