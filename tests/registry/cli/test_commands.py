@@ -221,6 +221,23 @@ def test_diff_speaks_of_what_sets_a_family_apart(
     assert [each for each in words.split("| ") if each not in out.splitlines()[0]] == []
 
 
+@pytest.mark.report("M16")
+def test_diff_writes_keys_of_family_files_the_gate_and_no_row_that_says_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = output(capsys, "diff", "qwen3_moe", "qwen2_moe")
+    first, heading, *rows = [line for line in out.splitlines() if line]
+    assert heading == "key by key"
+    assert "one shared expert behind a sigmoid gate" in first
+    (shared,) = (row for row in rows if row.strip().startswith("moe.shared:"))
+    assert "gate shared_expert_gate" in shared
+    assert not [word for word in ("is_", "source", "not stated") if word in out]
+    assert all(row.partition(": ")[2].partition(" (there ")[0] for row in rows)
+    found = as_json(capsys, "diff", "qwen3_moe", "qwen2_moe")
+    assert len(found) == len(rows)
+    assert all(row["qwen3_moe"] != row["qwen2_moe"] for row in found)
+
+
 def test_diff_can_say_every_family(capsys: pytest.CaptureFixture[str]) -> None:
     for name in Catalog().names():
         assert output(capsys, "diff", "mixtral", name)[0] == 0
