@@ -109,16 +109,23 @@ def written_out(data: dict[str, Any]) -> dict[str, Any]:
     own = data.get("define", {})
     data = {key: value if key in VERBATIM else _named(value, own) for key, value in data.items()}
     if "define" in data:
-        # A list of steps stands there too; lists of other things hold no steps.
-        data["define"] = {
-            key: [single for step in value for single in _single(step)] if isinstance(value, list) else value
-            for key, value in data["define"].items()
-        }
+        data["define"] = _apart(data["define"])
     checkpoint = data.get("checkpoint")
+    if isinstance(checkpoint, dict) and "define" in checkpoint:
+        checkpoint = {**checkpoint, "define": _apart(checkpoint["define"])}
+        data = {**data, "checkpoint": checkpoint}
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("conversions"), list):
         return data
     steps = [single for step in checkpoint["conversions"] for single in _single(step)]
     return {**data, "checkpoint": {**checkpoint, "conversions": steps}}
+
+
+def _apart(values: dict[str, Any]) -> dict[str, Any]:
+    """Named values with one path in each step; a list of other things holds no steps."""
+    return {
+        key: [single for step in value for single in _single(step)] if isinstance(value, list) else value
+        for key, value in values.items()
+    }
 
 
 def _named(value: Any, own: dict[str, Any]) -> Any:

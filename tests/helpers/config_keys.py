@@ -186,9 +186,21 @@ def check_names(name: str, catalog: Catalog) -> None:
         if classes & set(entry.architectures) and not others and model_type not in own.get("not_names", ()):
             assert model_type in entry.model_types, f"{model_type} is no name of {name}"
     for model_type in entry.model_types:
+        text = _text_half(model_type)
+        others = any(text in e.model_types for e in catalog.entries.values() if e.name != name)
+        if text and not others and text not in own.get("not_names", ()):
+            assert text in entry.model_types, f"{text} is no name of {name}"
         for architecture in architectures().get(model_type, ()):
             if architecture not in own.get("not_names", ()):
                 assert architecture in entry.architectures, f"{architecture} is no name of {name}"
+
+
+@functools.cache
+def _text_half(model_type: str) -> str:
+    """The model type of the text settings that transformers' config class of a type has, or nothing."""
+    kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING_NAMES else None
+    part = kind.sub_configs.get("text_config") if kind is not None else None
+    return str(getattr(part, "model_type", ""))
 
 
 @functools.cache

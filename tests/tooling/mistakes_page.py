@@ -25,7 +25,7 @@ def mistakes_section(root: Path) -> str:
         parts = ", ".join(f"{part} {count}" for part, count in row["noticed"].items())
         rows.append((f"`{name}`", f"{noticed} of {whole}", parts, str(row["equivalent"])))
     step = max((row["every"] for row in recorded.values()), default=1)
-    sample = f" This is a sample, every mistake in {step}." if step > 1 else ""
+    sample = f" This is a sample, of each file at least every mistake in {step}." if step > 1 else ""
     text = (
         "`scripts/mutate_families.py` changes each literal of each file, one at a time, and asks those parts "
         "of the tests that are fast enough: "
