@@ -21,7 +21,8 @@ from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST
 from mlx_experts.registry.spec.values import Ref, Spec
 from mlx_experts.registry.spec.written import Written, read_elsewhere, section_of
 
-S, T = TypeVar("S", bound=Spec), TypeVar("T")
+S = TypeVar("S", bound=Spec)
+T = TypeVar("T")
 # Layers and heads are gone through one by one before a tensor is looked at; real models have a few hundred.
 MAX_LAYERS, MAX_HEADS = 1024, 2**16
 _NOTHING = object()
