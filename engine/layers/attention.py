@@ -17,6 +17,7 @@ from mlx_experts.engine.dispatch.attention_dispatch import attention
 from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.forward_context import ForwardState, KeptAttention
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find, place
+from mlx_experts.engine.layers.options import check_parts
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.layers.tensor_parallel import Cuts
 from mlx_experts.registry.errors import ConfigError
@@ -44,6 +45,8 @@ class Attention(Mixer):
         self._spec, self._layer = spec, layer.index
         self.heads = spec.heads or sizes.num_heads
         self.kv_heads = spec.kv_heads or sizes.num_kv_heads
+        # The planner sees this too, but no attention that stands in a plugin's options.
+        check_parts(self.heads, self.kv_heads, "the query heads cannot share the key heads", layer.index)
         self.head_dim = spec.head_dim or sizes.head_dim
         self.v_head_dim = spec.v_head_dim or self.head_dim
         self.scale = spec.scale if spec.scale is not None else (spec.scale_width or self.head_dim) ** -0.5

@@ -6,7 +6,10 @@ import pytest
 from pydantic import Field
 
 from mlx_experts.engine.layers.options import check_parts, read_options
+from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.registry.errors import ConfigError, SpecError
+from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.values import Int, Spec
 
 
@@ -57,3 +60,13 @@ def test_a_size_that_cannot_be_cut_into_equal_parts_is_named_with_its_layer() ->
         "a multiple of 4",
         "6",
     )
+
+
+@pytest.mark.parametrize("name", ["interns1pro", "iquest_q1", "k2_horizon"])
+def test_attention_in_a_plugins_options_refuses_heads_that_cannot_share_keys(name: str) -> None:
+    family = catalog().load(name)
+    config = tiny_config(family)
+    level = config[family.text_keys[0]] if family.text_config else config
+    level["num_attention_heads"] = 5
+    with pytest.raises(ConfigError, match="cannot share"):
+        build_tiny(family, config)
