@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -29,14 +30,25 @@ def script() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("family", ["dots1", "mixtral", "exaone_moe"])
+ROWS = {name: (untouched, answered) for name, untouched, answered, _ in ROW.findall(PAGE.read_text())}
+# Every second family; EVERY_FAMILY=1 in the environment tries all.
+TRIED = list(ROWS) if os.environ.get("EVERY_FAMILY") else list(ROWS)[1::2]
+
+
+@pytest.mark.parametrize("family", TRIED)
 @pytest.mark.report("M18")
 def test_a_hidden_family_is_drafted_as_the_page_says(script: ModuleType, family: str) -> None:
-    rows = {name: (untouched, answered) for name, untouched, answered, _ in ROW.findall(PAGE.read_text())}
     outcome = script.trial(script.cases_of([family])[0])
-    assert (outcome.untouched, outcome.answered) == rows[family], outcome.detail
-    assert outcome.answered == "right"
+    assert (outcome.untouched, outcome.answered) == ROWS[family], outcome.detail
     assert outcome.asked > 0
+
+
+def test_the_families_that_are_tried_keep_the_bounds() -> None:
+    outcomes = [ROWS[name] for name in TRIED]
+    assert len(outcomes) >= 20
+    assert sum(untouched == "right" for untouched, _ in outcomes) >= 0.6 * len(outcomes)
+    assert sum(answered == "right" for _, answered in outcomes) >= 0.9 * len(outcomes)
+    assert "wrong" not in {answered for _, answered in outcomes}
 
 
 @pytest.mark.report("M18")
