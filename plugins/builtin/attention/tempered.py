@@ -50,6 +50,7 @@ class TemperedAttention(Mixer):
         self._spec = spec = mixer_options(TemperedOptions, layer, "attention with temperatures")
         problem = "temperatures are for as many value heads as there are query heads"
         check_parts(spec.kv_heads, spec.heads, problem, layer.index)
+        check_parts(spec.heads, spec.kv_heads, problem, layer.index)
         width, d, rope = layer.sizes.hidden_size, spec.head_dim, layer.rope
         inner = (spec.heads + 2 * spec.kv_heads) * d
         self.qkv = nn.Linear(width, inner, bias=spec.bias)

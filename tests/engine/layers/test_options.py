@@ -70,3 +70,15 @@ def test_attention_in_a_plugins_options_refuses_heads_that_cannot_share_keys(nam
     level["num_attention_heads"] = 5
     with pytest.raises(ConfigError, match="cannot share"):
         build_tiny(family, config)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 32])
+def test_attention_with_temperatures_refuses_more_and_fewer_value_heads_than_query_heads(
+    kv_heads: int,
+) -> None:
+    family = catalog().load("moondream3")
+    config = tiny_config(family)
+    level = config[family.text_keys[0]] if family.text_config else config
+    level["num_key_value_heads"] = kv_heads
+    with pytest.raises(ConfigError, match="as many value heads"):
+        build_tiny(family, config)
