@@ -276,7 +276,10 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _refused_config(folder: Path, config: Mapping[str, Any]) -> str | None:
     """What transformers says of a config.json of a type that it knows, where it refuses it; or None."""
-    if config.get("model_type") not in CONFIG_MAPPING:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str | None):
+        return f"model_type is {model_type!r}, which is no name"[:300]
+    if model_type not in CONFIG_MAPPING:
         return None
     try:
         with _quiet_transformers():

@@ -114,14 +114,17 @@ def test_what_is_no_json_is_told_by_its_habit(text: bytes, hint: str) -> None:
 
 
 @pytest.mark.report("M13")
-def test_a_config_that_transformers_refuses_is_named_and_not_the_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", "four"), ("model_type", [])])
+def test_a_config_that_transformers_refuses_is_named_and_not_the_tokenizer(
+    key: str, value: object, tmp_path: Path
+) -> None:
     shutil.copytree(DEMO, tmp_path / "demo")
     config = json.loads((DEMO / "config.json").read_text())
-    config["num_attention_heads"] = "four"
+    config[key] = value
     (tmp_path / "demo" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="transformers refuses config") as caught:
         read_tokenizer(tmp_path / "demo", config)
-    assert "num_attention_heads" in caught.value.found
+    assert key in caught.value.found
 
 
 def test_transformers_does_not_speak_of_another_model_type_in_a_walk_of_ours(
