@@ -32,7 +32,8 @@ def class_default(ref: Ref, view: ConfigView) -> tuple[str, Any] | None:
     for level in view.levels:
         known = class_defaults().get(str(level.get("model_type")), {})
         for key in ref.keys:
-            # A key that is there and null means null.
-            if known.get(key) is not None and not view.is_null(key):
+            # A key that is there and null means null; one with a 0 that counts as absent was not left out.
+            left_out = not view.is_null(key) and not (ref.zero_is_absent and view.get(key) is not None)
+            if known.get(key) is not None and left_out:
                 return key, known[key]
     return None

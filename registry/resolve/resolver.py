@@ -88,7 +88,7 @@ class Resolver:
         """The first present key of a reference and what it holds at a layer, or twice None."""
         for key in ref.keys:
             value = self._get(key, ref, layer)
-            if value is None:
+            if value is None or (ref.zero_is_absent and _is_zero(value)):
                 continue
             if ref.per_layer and isinstance(value, list):
                 if layer >= len(value):
@@ -301,6 +301,10 @@ def _inner(stated: Any, part: Any) -> Any:
 @functools.cache
 def _checker(section: type[Spec], name: str) -> TypeAdapter[Any]:
     return TypeAdapter(section.model_fields[name].rebuild_annotation())
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
 def _ordinary(key: str, value: Any) -> Any:

@@ -131,6 +131,7 @@ class Ref(Spec):
     )
     per_layer: bool = Field(False, description="A list holds one value for each layer; a scalar serves all.")
     length: bool = Field(False, description="A list or a string stands for the number of its entries.")
+    zero_is_absent: bool = Field(False, description="A key with the number 0 does not count as present.")
     outer: bool = Field(False, description="The top level wins over nested text settings, not they over it.")
 
     @model_validator(mode="before")

@@ -85,6 +85,7 @@ def written(model_type: str) -> tuple[Path, np.ndarray]:
 OTHER_TREES = {
     "dbrx": "mlx-lm keeps the experts apart",
     "ernie4_5_moe": "mlx-lm throws the selection bias away",
+    "ernie4_5_moe_zero": "mlx-lm throws the selection bias away",
     "bailing_moe_v3": "a head of its own stands where mlx-lm ties",
     "kimi_linear_tied": "a head of its own stands where mlx-lm ties",
 }

@@ -61,6 +61,7 @@ REFERENCES = st.fixed_dictionaries(
         "present": PLAIN,
         "length": PLAIN,
         "per_layer": PLAIN,
+        "zero_is_absent": PLAIN,
     },
 )
 VALUES = (

@@ -58,6 +58,27 @@ def test_presence_alone_may_decide() -> None:
     assert read({"window": None}, **stated) is True
 
 
+def test_zero_may_mean_absence() -> None:
+    stated = {"keys": ["own", "shared"], "zero_is_absent": True}
+    assert read({"own": 0, "shared": 3}, **stated) == 3
+    assert read({"own": 5, "shared": 3}, **stated) == 5
+    assert read({"own": False, "shared": 3}, **stated) is False
+    assert read({"own": 0, "shared": 0}, **stated, default=7) == 7
+    assert read({"own": 0, "shared": 3}, keys=["own", "shared"]) == 0
+    with pytest.raises(ConfigError, match="lacks 'own or shared'"):
+        read({"own": 0}, **stated)
+
+
+def test_zero_that_means_absence_is_not_taken_for_a_key_that_was_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"a_type": {"own": 8, "shared": 16}}
+    monkeypatch.setattr("mlx_experts.registry.resolve.class_defaults.class_defaults", lambda: known)
+    stated = {"keys": ["own", "shared"], "zero_is_absent": True}
+    assert read({"model_type": "a_type"}, **stated) == 8
+    assert read({"model_type": "a_type", "own": 0}, **stated) == 16
+
+
 def test_map_may_lead_to_another_reference() -> None:
     stated = {"keys": "use", "default": None, "map": {True: {"from": "every", "default": 2}, False: None}}
     assert read({"use": True, "every": 4}, **stated) == 4
