@@ -98,11 +98,18 @@ def cuda_text(
 
 @dataclass(frozen=True)
 class HostDevice:
-    """A GPU played by the CPU, for CUDA or Metal text."""
+    """A GPU played by the CPU, for CUDA or Metal text.
+
+    Args:
+        fibers: the library that plays the threads, compiled once for all kernels.
+        folder: of this device alone; a text is compiled there once.
+    """
 
     clang: str
     kind: str
+    fibers: Path
     folder: Path
+    compiled: dict[str, Callable[..., None]] = dataclasses.field(default_factory=dict)
 
     def run(
         self,
@@ -163,33 +170,28 @@ class HostDevice:
                 assert attribute is not None, line
                 arguments.append(_ATTRIBUTE_VALUES[attribute[2]])
         scope = "" if self.kind == "metal" else "mlx::core::cu::"
-        asked = "" if self.kind == "metal" else "host::asked.assign(threads, {{}});"
         call = f"{scope}{head[1]}({', '.join(arguments)});"
         program = (
             f'#include "{HOST / f"{self.kind}_host.h"}"\n{source}\n'
+            f"static void body(void** p) {{ {call} }}\n"
             'extern "C" void entry(int groups, int threads, void** p) {\n'
-            f"{asked}\nhost::run(groups, threads, [=] {{ {call} }});\n}}\n"
+            "host::run(groups, threads, body, p);\n}\n"
         )
-        number = len(list(self.folder.iterdir()))
-        file, library = self.folder / f"{number}.cc", self.folder / f"{number}.so"
-        file.write_text(program)
-        command = [
-            self.clang,
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-shared",
-            "-fPIC",
-            str(file),
-            "-o",
-            str(library),
-            "-lm",
-            "-lstdc++",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        return ctypes.CDLL(str(library)).entry
+        if program not in self.compiled:
+            file = self.folder / f"{len(self.compiled)}.cc"
+            file.write_text(program)
+            library = _shared_library(self.clang, file, "-O1", str(self.fibers), "-nostdinc++", "-lm")
+            self.compiled[program] = ctypes.CDLL(str(library)).entry
+        return self.compiled[program]
+
+
+def _shared_library(clang: str, file: Path, *options: str) -> Path:
+    library = file.with_suffix(".so")
+    command = [clang, "-std=c++17", "-w", "-shared", "-fPIC", str(file), "-o", str(library), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return library
 
 
 def _raw(a: mx.array) -> np.ndarray:
@@ -202,23 +204,27 @@ def _read(m: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
     return m.view(np.uint32 if dtype in (mx.uint32, mx.int32) else np.float32).reshape(shape)
 
 
-def _host(kind: str, factory: pytest.TempPathFactory) -> HostDevice:
+@pytest.fixture(scope="session")
+def host_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HostDevice]:
+    """Makes the CPU a device of a kind; skips where clang is not installed."""
     clang = shutil.which("clang")
     if clang is None:
         pytest.skip("clang is not installed: apt-get install clang")
-    return HostDevice(clang, kind, factory.mktemp(kind))
+    copied = shutil.copy(HOST / "fibers.cc", tmp_path_factory.mktemp("host"))
+    fibers = _shared_library(clang, Path(copied), "-O2", f"-I{HOST}", "-lstdc++")
+    return lambda kind: HostDevice(clang, kind, fibers, tmp_path_factory.mktemp(kind))
 
 
 @pytest.fixture(scope="session")
-def host_metal(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
-    """Runs Metal launches on the CPU; skips where clang is not installed."""
-    return _host("metal", tmp_path_factory)
+def host_metal(host_of: Callable[[str], HostDevice]) -> HostDevice:
+    """Runs Metal launches on the CPU."""
+    return host_of("metal")
 
 
 @pytest.fixture(scope="session")
-def host_cuda(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
-    """Runs CUDA launches on the CPU; skips where clang is not installed."""
-    return _host("cuda", tmp_path_factory)
+def host_cuda(host_of: Callable[[str], HostDevice]) -> HostDevice:
+    """Runs CUDA launches on the CPU."""
+    return host_of("cuda")
 
 
 @dataclass(frozen=True)

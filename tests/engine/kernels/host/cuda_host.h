@@ -1,10 +1,5 @@
 // Stands in for CUDA, tensor cores and asynchronous copies included (in place of tensor.cu).
 #include "fibers.h"
-#include <algorithm>
-#include <cmath>
-#include <deque>
-using std::min;
-using std::size_t;
 
 #define __device__
 #define __global__
@@ -19,13 +14,6 @@ namespace host {
 struct Index {
   unsigned x;
 };
-struct Copy {
-  void* to;
-  const void* from;
-  bool there;
-};
-// What each thread has asked for, by group; nothing arrives before it is waited for.
-inline std::vector<std::deque<std::vector<Copy>>> asked;
 }  // namespace host
 
 struct alignas(16) uint4 {
@@ -52,7 +40,8 @@ inline __half __ushort_as_half(unsigned short v) {
   return h;
 }
 inline float __half2float(__half v) { return v; }
-inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }
+template <typename T> T min(T a, T b) { return b < a ? b : a; }
 inline float __uint_as_float(unsigned v) { return host::float_of(v); }
 template <typename T> T __ldg(const T* p) { return *p; }
 template <typename T> T __shfl_xor_sync(unsigned, T v, int d) { return host::from_lane(v, host::lane() ^ d); }
@@ -87,36 +76,12 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
 }
 template <unsigned MASK> unsigned me_nibbles(unsigned w) { return (w & MASK) | 0x43004300u; }
-inline void me_copy(uint4* to, const void* from, bool there) {
-  host::asked[host::current].back().push_back({to, from, there});
-}
-inline void me_commit() { host::asked[host::current].emplace_back(); }
-template <int N> void me_wait() {
-  auto& groups = host::asked[host::current];
-  while (groups.size() > N + 1) {
-    for (const auto& c : groups.front()) {
-      if (c.there) std::memcpy(c.to, c.from, 16); else std::memset(c.to, 0, 16);
-    }
-    groups.pop_front();
-  }
-}
+inline void me_copy(uint4* to, const void* from, bool there) { host::copy(to, from, there); }
+inline void me_commit() { host::commit(); }
+template <int N> void me_wait() { host::wait_copies(N); }
 inline uint4 me_stream(const void* p) { return *static_cast<const uint4*>(p); }
 inline void me_mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  auto& slots = host::warps[host::warp()].slot;
-  const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
-  std::memcpy(slots[host::lane()], mine, sizeof(mine));
-  host::wait_warp();
-  const int g = host::lane() / 4, t = host::lane() % 4;
-  auto part = [](unsigned pair, int which) { return host::from_bfloat(uint16_t(which ? pair >> 16 : pair)); };
-  for (int i = 0; i < 4; ++i) {
-    const int row = g + (i / 2) * 8, column = t * 2 + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      const unsigned* a = slots[row % 8 * 4 + k % 8 / 2];
-      const unsigned* b = slots[column * 4 + k % 8 / 2];
-      c[i] += part(a[row / 8 + k / 8 * 2], k % 2) * part(b[4 + k / 8], k % 2);
-    }
-  }
-  host::wait_warp();
+  host::multiply(c, a0, a1, a2, a3, b0, b1);
 }
 namespace mlx::core::cu {
 inline uint4 me_shared[1 << 14];

@@ -1,146 +1,67 @@
 // A thread group on one CPU thread: a fiber for each GPU thread, taking turns at every collective operation.
+// fibers.cc is compiled once; every kernel's text sees only what is declared here, so that it compiles quickly.
 #pragma once
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <ucontext.h>
-#include <vector>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
 
 namespace host {
 
-struct Barrier {
-  int arrived = 0;
-  unsigned turn = 0;
-};
-
-struct Warp {
-  Barrier barrier;
-  uint32_t slot[32][8];
-};
-
-inline int groups, threads, group, current;
-inline std::vector<ucontext_t> fibers;
-inline std::vector<std::vector<char>> stacks;
-inline std::vector<bool> finished;
-inline std::vector<Warp> warps;
-inline Barrier whole;
-inline ucontext_t scheduler;
-inline std::function<void()> body;
+extern int groups, threads, group, current;
 
 inline int lane() { return current % 32; }
 inline int warp() { return current / 32; }
-inline void yield() { swapcontext(&fibers[current], &scheduler); }
+void wait_warp();
+void wait_group();
 
-// A fiber that waits for ever would mean that a thread of its warp has left: count the turns.
-inline void wait(Barrier& b, int count) {
-  const unsigned turn = b.turn;
-  if (++b.arrived == count) {
-    b.arrived = 0;
-    ++b.turn;
-    return;
-  }
-  for (long tries = 0; b.turn == turn; ++tries) {
-    if (tries > 1000000) {
-      std::fprintf(stderr, "a collective operation was not reached by every thread\n");
-      std::abort();
-    }
-    yield();
-  }
+struct Slot {
+  uint32_t word[8];
+};
+// Shows at most eight words to the warp, waits for all its lanes, and returns what each has shown.
+const Slot* exchange(const uint32_t* mine, int words);
+
+// A tensor core's product of 16x16 and 16x8 bfloat16 values, added to this lane's four values of the result.
+void multiply(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
+
+// Asynchronous copies of 16 bytes, in groups: nothing arrives before it is waited for.
+void copy(void* to, const void* from, bool there);
+void commit();
+void wait_copies(int groups_left);
+
+// Runs the body on every thread of every group, one group after another.
+void run(int group_count, int thread_count, void (*body)(void**), void** pointers);
+
+inline uint32_t bits_of(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return bits;
 }
-inline void wait_warp() { wait(warps[warp()].barrier, 32); }
-inline void wait_group() { wait(whole, threads); }
-
+inline float float_of(uint32_t bits) {
+  float v;
+  memcpy(&v, &bits, 4);
+  return v;
+}
 template <typename T> T from_lane(T v, int other) {
   static_assert(sizeof(T) == 4);
-  auto& slots = warps[warp()].slot;
-  std::memcpy(slots[lane()], &v, 4);
-  wait_warp();
-  T r;
-  std::memcpy(&r, slots[other], 4);
-  wait_warp();
-  return r;
+  uint32_t word;
+  memcpy(&word, &v, 4);
+  memcpy(&v, exchange(&word, 1)[other].word, 4);
+  return v;
 }
 
 // A group's memory starts without meaning: its first thread comes here before any other runs.
 inline void poison(void* p, size_t bytes) {
-  if (current == 0) std::memset(p, 0xFF, bytes);
+  if (current == 0) memset(p, 0xFF, bytes);
 }
 
-inline float float_of(uint32_t bits) {
-  float v;
-  std::memcpy(&v, &bits, 4);
-  return v;
-}
-inline uint32_t bits_of(float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, 4);
-  return bits;
-}
 inline uint16_t to_bfloat(float v) {
   const uint32_t bits = bits_of(v);
   if (v != v) return 0x7FC0;
   return uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 inline float from_bfloat(uint16_t v) { return float_of(uint32_t(v) << 16); }
-inline float from_half(uint16_t v) {
-  const int exponent = v >> 10 & 31, mantissa = v & 1023;
-  float r = exponent == 0    ? mantissa * 0x1p-24f
-            : exponent == 31 ? (mantissa ? float_of(0x7FC00000) : float_of(0x7F800000))
-                             : float_of(uint32_t(exponent + 112) << 23 | uint32_t(mantissa) << 13);
-  return v & 0x8000 ? -r : r;
-}
-inline uint16_t to_half(float v) {
-  if (v != v) return 0x7E00;
-  const uint16_t sign = v < 0 ? 0x8000 : 0;
-  const float a = v < 0 ? -v : v;
-  if (a >= 65520.0f) return sign | 0x7C00;
-  // The neighbours are found by search: slow, and certain.
-  int low = 0, high = 0x7BFF;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (from_half(uint16_t(middle)) <= a) low = middle; else high = middle - 1;
-  }
-  if (low < 0x7BFF) {
-    const float under = a - from_half(uint16_t(low)), over = from_half(uint16_t(low + 1)) - a;
-    if (over < under || (over == under && low % 2)) ++low;
-  }
-  return uint16_t(sign | low);
-}
-
-inline void enter() {
-  body();
-  finished[current] = true;
-  swapcontext(&fibers[current], &scheduler);
-}
-
-inline void run(int group_count, int thread_count, std::function<void()> f) {
-  groups = group_count;
-  threads = thread_count;
-  body = std::move(f);
-  fibers.resize(threads);
-  stacks.resize(threads);
-  for (auto& s : stacks) s.resize(1 << 16);
-  for (group = 0; group < groups; ++group) {
-    finished.assign(threads, false);
-    warps.assign(threads / 32, Warp{});
-    whole = Barrier{};
-    for (current = 0; current < threads; ++current) {
-      getcontext(&fibers[current]);
-      fibers[current].uc_stack.ss_sp = stacks[current].data();
-      fibers[current].uc_stack.ss_size = stacks[current].size();
-      fibers[current].uc_link = nullptr;
-      makecontext(&fibers[current], enter, 0);
-    }
-    for (int left = threads; left > 0;) {
-      for (current = 0; current < threads; ++current) {
-        if (finished[current]) continue;
-        swapcontext(&scheduler, &fibers[current]);
-        left -= finished[current];
-      }
-    }
-  }
-}
+float from_half(uint16_t v);
+uint16_t to_half(float v);
 
 }  // namespace host

@@ -1,7 +1,6 @@
 // Stands in for the Metal standard library. Address spaces are real types: a pointer that loses its own does not
 // compile, as on Metal.
 #include "fibers.h"
-#include <cmath>
 
 #define device __attribute__((address_space(1)))
 #define constant __attribute__((address_space(2)))
@@ -18,34 +17,32 @@ typedef half float16_t;
 template <typename T, typename U> T as_type(U v) {
   static_assert(sizeof(T) == sizeof(U));
   T r;
-  std::memcpy(&r, &v, sizeof(T));
+  memcpy(&r, &v, sizeof(T));
   return r;
 }
 
 namespace metal {
-inline float exp(float v) { return std::exp(v); }
-inline float log(float v) { return std::log(v); }
-inline float sqrt(float v) { return std::sqrt(v); }
-inline float abs(float v) { return std::fabs(v); }
-inline float min(float a, float b) { return std::fmin(a, b); }
-inline float max(float a, float b) { return std::fmax(a, b); }
+inline float exp(float v) { return ::expf(v); }
+inline float log(float v) { return ::logf(v); }
+inline float sqrt(float v) { return ::sqrtf(v); }
+inline float abs(float v) { return ::fabsf(v); }
+inline float min(float a, float b) { return ::fminf(a, b); }
+inline float max(float a, float b) { return ::fmaxf(a, b); }
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { host::wait_group(); }
 namespace precise {
-inline float rsqrt(float v) { return 1.0f / std::sqrt(v); }
-inline float cos(float v) { return std::cos(v); }
-inline float sin(float v) { return std::sin(v); }
-inline float tanh(float v) { return std::tanh(v); }
+inline float rsqrt(float v) { return 1.0f / ::sqrtf(v); }
+inline float cos(float v) { return ::cosf(v); }
+inline float sin(float v) { return ::sinf(v); }
+inline float tanh(float v) { return ::tanhf(v); }
 }
 }  // namespace metal
 
 inline float simd_sum(float v) {
-  auto& slots = host::warps[host::warp()].slot;
-  slots[host::lane()][0] = host::bits_of(v);
-  host::wait_warp();
+  const uint32_t mine = host::bits_of(v);
+  const host::Slot* slots = host::exchange(&mine, 1);
   float sum = 0.0f;
-  for (int i = 0; i < 32; ++i) sum += host::float_of(slots[i][0]);
-  host::wait_warp();
+  for (int i = 0; i < 32; ++i) sum += host::float_of(slots[i].word[0]);
   return sum;
 }
 template <typename T> T simd_shuffle_xor(T v, ushort d) { return host::from_lane(v, host::lane() ^ d); }
