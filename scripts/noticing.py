@@ -5,7 +5,7 @@ names        carried configs belong to the family, and the neighbours' model typ
 resolve      every carried config gives a plan
 keys         some neighbour or carried config knows each config key
 source       the text of the original's router says the same
-stated       what the authors state of keys, nulls and constants
+stated       what the authors state of keys, nulls, constants and of what settings come to
 tensors      names that real checkpoints have are taken or ignored
 parity       the original implementation's answers, of the first case token by token too, of the others after
              the defaults; where a mistake is in how checkpoints are read, the parameters of the file as it is
@@ -41,6 +41,7 @@ import config_keys  # noqa: E402
 import disk_names  # noqa: E402
 import mlx_lm_models  # noqa: E402
 import original_sources  # noqa: E402
+import stated_settings  # noqa: E402
 import zero_scores  # noqa: E402
 from mutations import written_out  # noqa: E402
 
@@ -319,6 +320,7 @@ class Bench:
             yield "keys", lambda f=family: expect(not config_keys.unknown(f), str(config_keys.unknown(f)))
             yield "source", lambda f=family: original_sources.check(f)
             yield "stated", lambda f=family: config_keys.check_stated(f)
+            yield "stated", lambda f=family: stated_settings.check(f)
             if target.name in tiny:
                 yield "tensors", lambda f=family: disk_names.check_ignored(f)
         reads = {t.name: t.only_reads(f) and not everything for t, f in pairs}

@@ -6,6 +6,7 @@ import config_keys
 import disk_names
 import original_sources
 import pytest
+import stated_settings
 import zero_scores
 from class_plans import source_types
 
@@ -34,6 +35,14 @@ def test_stated_defaults_nulls_and_constants_are_the_familys(name: str) -> None:
     assert config_keys.missed_stated(family) == {}
     assert config_keys.missed_nulls(family) == {}
     assert config_keys.missed_words(family) == {}
+
+
+@pytest.mark.parametrize("name", sorted({*config_keys.stated()} & {*NAMES}))
+def test_stated_settings_mean_what_the_authors_make_of_them_under_each_of_their_names(name: str) -> None:
+    family = catalog().load(name)
+    assert stated_settings.missed_alike(family) == {}
+    assert stated_settings.missed_means(family) == {}
+    assert stated_settings.missed_nested(family) == {}
 
 
 @pytest.mark.parametrize(("name", "model_type"), TEXTS)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import importlib
@@ -37,6 +38,8 @@ _MAPPINGS = frozenset(
 _WORDS = re.compile(r"^[A-Za-z_]\w*$")
 # Settings that say nothing of what a model computes.
 _NEVER = frozenset({"model_type", "max_position_embeddings"})
+# A width that every config with a dense layer states, whatever default a class has.
+_WIDTHS = frozenset({"intermediate_size"})
 # Keys that any config may have, whatever its class: rotations, ties and the older spelling of both.
 COMMON = (
     "rope_theta",
@@ -181,6 +184,10 @@ def check_names(name: str, catalog: Catalog) -> None:
     entry, own = catalog.entries[name], stated().get(name, {})
     for row in own.get("names", ()):
         assert row in (*entry.model_types, *entry.architectures), f"{row} is no name of {name}"
+    for row in own.get("types", ()):
+        assert row in entry.model_types, f"{row} is no model type of {name}"
+    for row in own.get("classes", ()):
+        assert row in entry.architectures, f"{row} is no architecture of {name}"
     for model_type, classes in architectures().items():
         others = any(model_type in e.model_types for e in catalog.entries.values() if e.name != name)
         if classes & set(entry.architectures) and not others and model_type not in own.get("not_names", ()):
@@ -241,34 +248,45 @@ def _held(name: str) -> dict[str, Any]:
 
 def missed_stated(family: Family) -> dict[str, Any]:
     """By key, what a config that leaves it out means otherwise than the stated default."""
-    config = tiny_config(family)
-    level = config[family.text_keys[0]] if family.text_config else config
     read, found = keys_of(family), {}
+    defaulted = {key for ref in references(family) if not ref.required for key in ref.keys}
+    tiny = tiny_config(family)
     for key, value in _held(family.family).items():
         if key not in read:
             continue
-        kept = level.pop(key, None)
-        try:
-            without: dict[str, Any] | None = class_plans.plan_values(family, config)
-        except RegistryError:
-            # A size that every config states.
-            without = None
-        level[key] = value
-        try:
-            odd = (
-                {}
-                if without is None
-                else class_plans.differences(class_plans.plan_values(family, config), without)
-            )
-        except RegistryError:
-            # The tiny config's other sizes do not go with this one.
-            odd = {}
-        level.pop(key)
-        if kept is not None:
-            level[key] = kept
-        if odd:
-            found[key] = odd
+        for config in (tiny, _roomy(family, tiny)):
+            level = config[family.text_keys[0]] if family.text_config else config
+            kept = level.get(key)
+            level[key] = value
+            try:
+                want = class_plans.plan_values(family, config)
+                del level[key]
+                odd: Any = class_plans.differences(want, class_plans.plan_values(family, config))
+            except RegistryError as error:
+                # Other sizes of the tiny config do not go with it, or it is a size that every config states.
+                odd = str(error) if key not in level and key in defaulted - _WIDTHS else {}
+                fits = key not in level
+            else:
+                fits = True
+            level.pop(key, None)
+            if kept is not None:
+                level[key] = kept
+            if odd:
+                found[key] = odd
+            if fits:
+                break
     return found
+
+
+def _roomy(family: Family, tiny: dict[str, Any]) -> dict[str, Any]:
+    """The tiny config with more experts than any original picks."""
+    config = copy.deepcopy(tiny)
+    level = config[family.text_keys[0]] if family.text_config else config
+    for ref in references(family.config.num_experts):
+        for key in ref.keys:
+            if isinstance(level.get(key), int):
+                level[key] = 1024
+    return config
 
 
 def missed_nulls(family: Family) -> dict[str, Any]:

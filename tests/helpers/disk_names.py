@@ -8,6 +8,7 @@ without the family file, and must be read as those parameters.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import mlx.core as mx
 import numpy as np
 import yaml
 from mlx.utils import tree_flatten
+from stated_settings import made
 
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.weights.audit import audit
 from mlx_experts.engine.weights.conversion import WeightConverter
 from mlx_experts.registry.resolve.planner import resolve
-from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
 
 _FILE = Path(__file__).parent.parent / "data" / "disk_names.yaml"
@@ -37,15 +38,15 @@ def disk_names() -> dict[str, Any]:
 
 
 @functools.cache
-def _tiny(name: str) -> tuple[Tensors, dict[str, Any]]:
-    """The parameters of a family's tiny model, and its config."""
+def _tiny(name: str, given: str = "{}") -> tuple[Tensors, dict[str, Any]]:
+    """The parameters of a family's tiny model, with other settings as JSON, and its config."""
     family = catalog().load(name)
-    config = tiny_config(family)
+    config = made(family, json.loads(given))
     return dict(tree_flatten(build_tiny(family, config).parameters())), config
 
 
-def _converter(family: Family) -> tuple[WeightConverter, Tensors]:
-    parameters, config = _tiny(family.family)
+def _converter(family: Family, given: dict[str, Any] | None = None) -> tuple[WeightConverter, Tensors]:
+    parameters, config = _tiny(family.family, json.dumps(given or {}))
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
     return WeightConverter(resolve(family, config), shapes), parameters
 
@@ -76,8 +77,9 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
             apart and their names with `{e}` for the number, `joined` names of what lies in one matrix, by
             `groups` rows in turn, or `each` in turn, `absorbed` says that latent keys and values are one
             `kv_b_proj`, `shared` are patterns of what is the same in every layer, with its one name,
-            `lacking` patterns of parameters that files leave out and that are zeros, `surplus` names of
-            tensors that files have and a model of these settings has not.
+            `given` are other settings than the tiny config's, `lacking` patterns of parameters that files
+            leave out and that are zeros, `surplus` names of tensors that files have and a model of these
+            settings has not.
     """
     lacking = spelling.get("lacking", ())
     found = {n: v for n, v in parameters.items() if not any(re.search(each, n) for each in lacking)}
@@ -221,7 +223,7 @@ def misread(family: Family, spelling: dict[str, Any]) -> list[str]:
     Raises:
         TensorError: the checkpoint is refused.
     """
-    converter, parameters = _converter(family)
+    converter, parameters = _converter(family, spelling.get("given"))
     for pattern in spelling.get("shared", ()):
         parameters = _alike(parameters, pattern)
     disk = spelled(parameters, spelling)
