@@ -73,13 +73,14 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
     Args:
         spelling: `names` are patterns and replacements on the tree's names, applied in order; `layout` is
             how the experts lie, `kernels` are patterns of convolutions that are [C, 1, K] on disk, `lifted`
-            of tensors that have a first axis of one there, `numbered` are patterns of stacks whose rows lie
-            apart and their names with `{e}` for the number, `joined` names of what lies in one matrix, by
-            `groups` rows in turn, or `each` in turn, `absorbed` says that latent keys and values are one
-            `kv_b_proj`, `shared` are patterns of what is the same in every layer, with its one name,
-            `given` are other settings than the tiny config's, `lacking` patterns of parameters that files
-            leave out and that are zeros, `surplus` names of tensors that files have and a model of these
-            settings has not.
+            of tensors that have a first axis of one there, `flat` of those with one axis, `numbered` are
+            patterns of stacks whose rows lie apart and their names with `{e}` for the number, `joined` names
+            of what lies in one matrix, by `groups` rows in turn, or `each` in turn, `absorbed` says that
+            latent keys and values are one `kv_b_proj`, `rowed` are stacks whose last row is a single expert,
+            with the path of that one, `shared` are patterns of what is the same in every layer, with its one
+            name, `given` are other settings than the tiny config's, `lacking` patterns of parameters that
+            files leave out and that are zeros, `surplus` names of tensors that files have and a model of
+            these settings has not.
     """
     lacking = spelling.get("lacking", ())
     found = {n: v for n, v in parameters.items() if not any(re.search(each, n) for each in lacking)}
@@ -96,10 +97,16 @@ def spelled(parameters: Tensors, spelling: dict[str, Any]) -> Tensors:
         found = {n: v.swapaxes(1, 2) if re.search(pattern, n) else v for n, v in found.items()}
     if spelling.get("absorbed"):
         found = _unabsorbed(found)
+    for stack, single in spelling.get("rowed", {}).items():
+        for name in [each for each in found if f".{stack}." in each]:
+            last = found.pop(name.replace(stack, single))
+            found[name] = mx.concatenate([found[name], last[None]])
     for pattern, new in spelling.get("shared", {}).items():
         found = {re.sub(rf"^.*{pattern}", new, name): value for name, value in found.items()}
     for pattern in spelling.get("lifted", ()):
         found = {n: v[None] if re.search(pattern, n) else v for n, v in found.items()}
+    for pattern in spelling.get("flat", ()):
+        found = {n: v.reshape(-1) if re.search(pattern, n) else v for n, v in found.items()}
     for joined, parts in spelling.get("joined", {}).items():
         found = _in_one(found, joined, parts, spelling.get("groups", {}).get(joined, 1))
     for pattern, new in spelling.get("numbered", {}).items():

@@ -21,7 +21,7 @@ from class_plans import differences, leaves, plan_of
 from config_keys import stated
 
 from mlx_experts.registry.errors import RegistryError
-from mlx_experts.registry.resolve.prediction import add_prediction_layer
+from mlx_experts.registry.resolve.resolver import Resolver
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
 
@@ -91,7 +91,12 @@ def missed_means(family: Family) -> dict[str, Any]:
             config = made(family, given, tuple(row.get("without", ())))
             plan = _values(family, config)
             if any(end.startswith("mtp.") for end in row["plan"]):
-                plan |= dict(leaves(add_prediction_layer(plan_of(family, config)).prediction, "mtp"))
+                plan |= dict(
+                    leaves(
+                        Resolver(family.family, plan_of(family, config).config).spec(family.mtp, 0, "mtp"),
+                        "mtp",
+                    )
+                )
         except RegistryError as error:
             found[label] = str(error)
             continue
