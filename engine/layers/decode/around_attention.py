@@ -257,7 +257,7 @@ class AroundAttention:
         return run
 
     def _prepare_after(self, device: Device, dtype: mx.Dtype) -> Run | Decline:
-        attention, gate, post, factor = self.attention, self.gate, self.post, self.factor
+        attention, gate = self.attention, self.gate
         stack = dense(find(attention, attention._spec.names.o))
         if stack is None:
             return unread(attention._spec.names.o)
@@ -266,25 +266,40 @@ class AroundAttention:
             (Product(stack),),
             gate=None if gate is None else gate.function,
             gate_width=1 if gate is None or gate.over == "element" else attention.v_head_dim,
-            residual=post is None,
-            multiplier=factor if post is None else 1.0,
         )
-        objection = row_product.check(asked)
-        if objection is not None:
-            return objection
-        backend = row_product.backend_of(device)
-        product = row_product.build(asked, backend, device, dtype, join=True).reading(self.joined)
+        return output_of(asked, device, dtype, self.joined, self.post is not None, self.factor)
 
-        def run(modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-            x = rest[-1]
-            given = {"x": a, "gate": rest[0], "residual": x}
-            y = launched(product, given)["y0"]
-            if post is None:
-                return (y,)
-            y = modules[1](y)
-            return (x + (y if factor == 1.0 else y * factor),)
 
-        return run
+def output_of(
+    asked: RowProduct,
+    device: Device,
+    dtype: mx.Dtype,
+    joined: Sequence[Joined],
+    normed: bool,
+    factor: float,
+) -> Run | Decline:
+    """The output layer and the addition to the stream: ``(a, [gate,] x)`` to ``x + factor * branch``.
+
+    Args:
+        asked: the output layer's product, without the residual.
+        normed: a norm of the branch, the second module of the piece, comes before the addition.
+    """
+    asked = replace(asked, residual=not normed, multiplier=1.0 if normed else factor)
+    objection = row_product.check(asked)
+    if objection is not None:
+        return objection
+    backend = row_product.backend_of(device)
+    product = row_product.build(asked, backend, device, dtype, join=True).reading(joined)
+
+    def run(modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        x = rest[-1]
+        y = launched(product, {"x": a, "gate": rest[0], "residual": x})["y0"]
+        if not normed:
+            return (y,)
+        y = modules[1](y)
+        return (x + (y if factor == 1.0 else y * factor),)
+
+    return run
 
 
 def extended(cache: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:

@@ -13,14 +13,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_experts.engine.dispatch.trace import Tally, TraceKey, trace
 from mlx_experts.engine.kernels.gpu.joined import Joined, leaves_of
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.decode import around_attention
 from mlx_experts.engine.layers.decode.around_attention import AroundAttention
 from mlx_experts.engine.layers.decode.around_experts import AroundExperts, AroundMLP, add
+from mlx_experts.engine.layers.decode.around_recurrence import AroundRecurrence, memory_names
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts
 from mlx_experts.engine.layers.decode.steps import TRIED, Call, Pure, Step, Values, merged
 from mlx_experts.engine.layers.decode.watched import Watched
@@ -70,6 +73,8 @@ class TokenPieces:
     ) -> None:
         self._device, self._dtype, self._compiled = device, dtype, compiled
         self._attends: list[int] = []
+        # Names of the memory of each recurrent mixer, by its layer.
+        self._memory: dict[int, tuple[str, ...]] = {}
         self._steps: list[Step] = []
         self._layer_of: dict[int, list[int]] = {}
         self._notes: dict[int, str] = {}
@@ -147,7 +152,15 @@ class TokenPieces:
         if parts.mixer is not None:
             mixer = parts.mixer
             objection = around_attention.eligible(mixer)
-            if objection is None:
+            if isinstance(mixer, RecurrentMixer):
+                joined = self._joined(mixer)
+                recurrence = AroundRecurrence(
+                    at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined
+                )
+                self._steps += recurrence.steps(device, dtype)
+                self._memory[at] = memory_names(at, mixer)
+                added = None
+            elif objection is None:
                 assert isinstance(mixer, Attention)
                 joined = self._joined(mixer)
                 around = AroundAttention(
@@ -195,19 +208,26 @@ class TokenPieces:
         return parts.factor
 
     def takes(self, caches: Sequence[Any]) -> bool:
-        """Whether every attention has a cache."""
-        return all(caches[at] is not None for at in self._attends)
+        """Whether every attention has a cache, and every recurrent mixer a memory of one whole sequence."""
+        return all(caches[at] is not None for at in self._attends) and all(
+            _remembers(caches[at]) for at in self._memory
+        )
 
     def __call__(self, x: mx.array, state: ForwardState, caches: Sequence[Any]) -> mx.array:
         """A row ``[1, 1, D]`` to the normed row that the head reads; each cache is extended by the token."""
         values: Values = {"x": x}
         for at in self._attends:
             values[f"p{at}"] = state.position(caches[at].offset)
+        for at, names in self._memory.items():
+            values.update(zip(names, caches[at].cache, strict=True))
         if self._run is None:
             self._first(values, state, caches)
         else:
             for run in self._run:
                 run(values, state, caches)
+        for at, names in self._memory.items():
+            caches[at].cache = [values[name] for name in names]
+            caches[at].advance(1)
         h: mx.array = values["h"]
         return h
 
@@ -230,7 +250,8 @@ class TokenPieces:
             for (at, _), distance in zip(tried, found, strict=True):
                 self._judge(at, distance)
         self._count()
-        self._run = merged(self._steps, ("h",), self._compiled)
+        kept = [name for names in self._memory.values() for name in names]
+        self._run = merged(self._steps, ("h", *kept), self._compiled)
 
     def _judge(self, at: int, distance: float) -> None:
         step, bound = self._steps[at], _BOUNDS.get(self._dtype, 5e-2)
@@ -263,6 +284,13 @@ class TokenPieces:
                 self._steps[places[-1]] = replace(last, tallies=(*last.tallies, tally))
             else:
                 self._steps[places[-1]] = replace(last, run=_counted(last.run, tally))
+
+
+def _remembers(cache: Any) -> bool:
+    """Whether a cache holds all its arrays and nothing of its row is padding."""
+    if type(cache) is not ArraysCache or cache.lengths is not None or cache.left_padding is not None:
+        return False
+    return all(array is not None for array in cache.cache)
 
 
 def _counted(run: Callable[..., None], tally: Tally) -> Callable[..., None]:

@@ -5,6 +5,7 @@ Legend: B batch, L tokens, D model width, g key heads, h value heads, r = h / g.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
@@ -15,9 +16,9 @@ from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from pydantic import Field
 
 from mlx_experts.engine.kernels.activations import apply, make
-from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
+from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.conv import causal_conv, make_causal_conv
-from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.options import check_parts, mixer_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -40,7 +41,7 @@ class GatedDeltaOptions(Spec):
     )
 
 
-class GatedDelta(Mixer):
+class GatedDelta(RecurrentMixer):
     """A gated delta net, after transformers' ``models/qwen3_next/modeling_qwen3_next.py``.
 
     Args:
@@ -76,25 +77,37 @@ class GatedDelta(Mixer):
         self.norm = nn.RMSNorm(spec.value_dim, eps=layer.sizes.norm_eps)
         self.out_proj = nn.Linear(self._values, width, bias=False)
 
-    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Paths of the linear layers that read the mixer's input."""
+        if self._spec.packing == "apart":
+            return "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+        return "in_proj_qkvz", "in_proj_ba"
+
+    @property
+    def output(self) -> str:
+        """Path of the linear layer that makes what is added to the stream."""
+        return "out_proj"
+
+    def _parts(self, rows: Sequence[mx.array]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """``[q, k, v]`` [B, L, C], ``z`` [B, L, h, dv], and the gates ``b`` and ``a`` [B, L, h]."""
-        spec, (B, L, _) = self._spec, x.shape
+        spec, (B, L, _) = self._spec, rows[0].shape
         if spec.packing == "apart":
-            z = self.in_proj_z(x).reshape(B, L, spec.value_heads, spec.value_dim)
-            return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
+            qkv, z, b, a = rows
+            return qkv, z.reshape(B, L, spec.value_heads, spec.value_dim), b, a
         ratio = spec.value_heads // spec.key_heads
         cuts = [spec.key_dim, 2 * spec.key_dim, 2 * spec.key_dim + ratio * spec.value_dim]
-        rows = mx.split(mx.unflatten(self.in_proj_qkvz(x), -1, (spec.key_heads, -1)), cuts, axis=-1)
-        qkv = mx.concatenate([part.flatten(-2) for part in rows[:3]], axis=-1)
-        b, a = mx.split(mx.unflatten(self.in_proj_ba(x), -1, (spec.key_heads, -1)), [ratio], axis=-1)
-        z = rows[3].reshape(B, L, spec.value_heads, spec.value_dim)
+        parts = mx.split(mx.unflatten(rows[0], -1, (spec.key_heads, -1)), cuts, axis=-1)
+        qkv = mx.concatenate([part.flatten(-2) for part in parts[:3]], axis=-1)
+        b, a = mx.split(mx.unflatten(rows[1], -1, (spec.key_heads, -1)), [ratio], axis=-1)
+        z = parts[3].reshape(B, L, spec.value_heads, spec.value_dim)
         return qkv, z, b.flatten(-2), a.flatten(-2)
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
-        spec, (B, L, _) = self._spec, x.shape
-        mask = state.recurrent_mask(x, cache)
-        qkv, z, b, a = self._project(x)
+    def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
+        """What the output layer reads, [B, L, h * dv]."""
+        spec, (B, L, _) = self._spec, rows[0].shape
+        dtype = rows[0].dtype
+        qkv, z, b, a = self._parts(rows)
         qkv = apply(self._activation, None, causal_conv(self.conv1d, qkv, mask, cache))
         q, k, v = mx.split(qkv, [self._keys, 2 * self._keys], axis=-1)
         q, k = (t.reshape(B, L, spec.key_heads, spec.key_dim) for t in (q, k))
@@ -114,12 +127,31 @@ class GatedDelta(Mixer):
         )
         if cache is not None:
             cache[1] = memory
-            cache.advance(L)
         if spec.gate == "silu":
-            out = precise_swiglu(x, z, self.norm(out))
+            out = precise_swiglu(z, z, self.norm(out))
         else:
-            out = (self.norm(out).astype(mx.float32) * mx.sigmoid(z.astype(mx.float32))).astype(x.dtype)
-        return self.out_proj(out.flatten(-2))
+            out = (self.norm(out).astype(mx.float32) * mx.sigmoid(z.astype(mx.float32))).astype(dtype)
+        return out.flatten(-2)
+
+    def delta_step(self) -> DeltaStep | None:
+        """The part between the linear layers as the GPU kernel takes it."""
+        spec = self._spec
+        if spec.activation != "silu":
+            return None
+        return DeltaStep(
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            kernel=spec.kernel,
+            by_key_head=spec.packing == "by_key_head",
+            gate=spec.gate,
+            eps=self.norm.eps,
+            conv=self.conv1d.weight,
+            decay=self.A_log,
+            shift=self.dt_bias,
+            norm=self.norm.weight,
+        )
 
     def make_cache(self) -> ArraysCache:
         """The convolution's last inputs and the state ``[B, h, dv, dk]`` in float32."""

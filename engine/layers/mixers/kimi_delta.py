@@ -5,6 +5,7 @@ Legend: B batch, L tokens, D model width, h heads, d head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
@@ -14,9 +15,8 @@ from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from pydantic import Field
 
 from mlx_experts.engine.kernels.activations import apply, make
-from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.conv import causal_conv, make_causal_conv
-from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.options import mixer_options
 from mlx_experts.plugins.hookspecs import hookimpl
@@ -40,7 +40,7 @@ class KimiDeltaOptions(Spec):
     activation: Str = Field("silu", description="Activation after the convolutions.")
 
 
-class KimiDelta(Mixer):
+class KimiDelta(RecurrentMixer):
     """Kimi delta attention, after transformers' ``models/kimi_linear/modeling_kimi_linear.py``.
 
     Args:
@@ -70,31 +70,39 @@ class KimiDelta(Mixer):
         self.o_norm = nn.RMSNorm(spec.head_dim, eps=layer.sizes.norm_eps)
         self.o_proj = nn.Linear(inner, width, bias=False)
 
-    def _through(self, name: str, x: mx.array) -> mx.array:
-        """The decay's (`f`) or the output gate's (`g`) projection, [B, L, h, d]."""
-        if self._spec.low_rank:
-            y = self[f"{name}_b_proj"](self[f"{name}_a_proj"](x))
-        else:
-            y = self[f"{name}_proj"](x)
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Paths of the linear layers that read the mixer's input."""
+        rank = "_a" if self._spec.low_rank else ""
+        return "q_proj", "k_proj", "v_proj", f"f{rank}_proj", f"g{rank}_proj", "b_proj"
+
+    @property
+    def output(self) -> str:
+        """Path of the linear layer that makes what is added to the stream."""
+        return "o_proj"
+
+    def _through(self, name: str, row: mx.array) -> mx.array:
+        """The decay (`f`) or the output gate (`g`) from its projection, [B, L, h, d]."""
+        y = self[f"{name}_b_proj"](row) if self._spec.low_rank else row
         return mx.unflatten(y, -1, (self._spec.heads, self._spec.head_dim))
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
+    def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
+        """What the output layer reads, [B, L, h * d]."""
         spec = self._spec
         shape = (spec.heads, spec.head_dim)
-        mask = state.recurrent_mask(x, cache)
+        decay, opened, beta = rows[3:]
         mixed = []
         for slot, name in enumerate("qkv"):
             conv = find(self, f"{name}_{spec.convolutions}")
-            y = causal_conv(conv, self[f"{name}_proj"](x), mask, cache, slot)
+            y = causal_conv(conv, rows[slot], mask, cache, slot)
             mixed.append(mx.unflatten(apply(self._activation, None, y), -1, shape))
         q, k = normalize_qk(mixed[0], mixed[1], inv_scale=spec.head_dim**-0.5, eps=1e-6)
         out, memory = gated_delta_update(
             q,
             k,
             mixed[2],
-            self._through("f", x).astype(mx.float32),
-            self.b_proj(x).astype(mx.float32),
+            self._through("f", decay).astype(mx.float32),
+            beta.astype(mx.float32),
             self.A_log.reshape(spec.heads, 1).astype(mx.float32),
             self.dt_bias.reshape(shape).astype(mx.float32),
             cache[3] if cache is not None else None,
@@ -104,10 +112,9 @@ class KimiDelta(Mixer):
         )
         if cache is not None:
             cache[3] = memory
-            cache.advance(x.shape[1])
-        gate = mx.sigmoid(self._through("g", x).astype(mx.float32))
+        gate = mx.sigmoid(self._through("g", opened).astype(mx.float32))
         normed = self.o_norm(out.astype(mx.float32))
-        return self.o_proj((normed * gate).astype(x.dtype).flatten(-2))
+        return (normed * gate).astype(rows[0].dtype).flatten(-2)
 
     def make_cache(self) -> ArraysCache:
         """The last inputs of three convolutions, and the state ``[B, h, d, d]`` in float32."""

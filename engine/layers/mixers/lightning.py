@@ -6,6 +6,7 @@ Legend: B batch, L tokens, D model width, C tokens of a block, h heads, d head w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -14,8 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 from pydantic import Field
 
 from mlx_experts.engine.kernels.activations import apply, make
-from mlx_experts.engine.layers.base_mixer import Mixer
-from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.options import check_parts, mixer_options
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.plugins.hookspecs import hookimpl
@@ -78,7 +78,7 @@ class GroupNorm(nn.Module):
         return self.weight * mx.fast.rms_norm(parts, None, self._eps).flatten(-2)
 
 
-class Lightning(Mixer):
+class Lightning(RecurrentMixer):
     """Lightning attention, after transformers' ``models/minimax/modeling_minimax.py``.
 
     Args:
@@ -109,11 +109,20 @@ class Lightning(Mixer):
         share = 1.0 - (layer.index - spec.first) / span + 1e-5
         self._rates = mx.array([rate * share for rate in head_rates(self._heads, spec.rates == "alibi")])
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
-        spec, names, (B, L, _) = self._spec, self._spec.names, x.shape
-        mask = state.recurrent_mask(x, cache)
-        mixed = self[names.qkv](x)
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Paths of the linear layers that read the mixer's input."""
+        return self._spec.names.qkv, self._spec.names.gate
+
+    @property
+    def output(self) -> str:
+        """Path of the linear layer that makes what is added to the stream."""
+        return self._spec.names.out
+
+    def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
+        """What the output layer reads, [B, L, h * d]."""
+        spec, names, (B, L, _) = self._spec, self._spec.names, rows[0].shape
+        mixed, gate = rows
         if self._activation is not None:
             mixed = apply(self._activation, None, mixed)
         if spec.packing == "by_head":
@@ -132,9 +141,8 @@ class Lightning(Mixer):
         out, memory = decayed_attention(q, k, v, self._rates, cache[0] if cache is not None else None, mask)
         if cache is not None:
             cache[0] = memory
-            cache.advance(L)
-        out = self[names.norm](out.swapaxes(1, 2).flatten(-2).astype(x.dtype))
-        return self[names.out](out * mx.sigmoid(self[names.gate](x)))
+        out = self[names.norm](out.swapaxes(1, 2).flatten(-2).astype(gate.dtype))
+        return out * mx.sigmoid(gate)
 
     def _advance(self, mask: mx.array | None, cache: Any, rows: int, length: int) -> int | mx.array:
         """Position of the first column of each row; the cache counts the tokens seen of each."""

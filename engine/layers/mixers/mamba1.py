@@ -6,6 +6,7 @@ Legend: B batch, L tokens, D model width, C inner channels, n state size, r rank
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
@@ -14,9 +15,8 @@ from mlx_lm.models.cache import ArraysCache
 from pydantic import Field
 
 from mlx_experts.engine.kernels.activations import apply, make
-from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.conv import causal_conv, make_causal_conv
-from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.options import mixer_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -112,7 +112,7 @@ def _step(decay: mx.array, memory: mx.array, u: mx.array, b: mx.array) -> mx.arr
 _fused_step = mx.compile(_step)
 
 
-class Mamba1(Mixer):
+class Mamba1(RecurrentMixer):
     """A Mamba mixer with norms on its time step and vectors, after transformers' ``models/jamba``.
 
     Args:
@@ -141,10 +141,19 @@ class Mamba1(Mixer):
         self.b_layernorm = nn.RMSNorm(spec.state, eps=eps)
         self.c_layernorm = nn.RMSNorm(spec.state, eps=eps)
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
-        mask = state.recurrent_mask(x, cache)
-        h, gate = mx.split(self.in_proj(x), 2, axis=-1)
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Paths of the linear layers that read the mixer's input."""
+        return ("in_proj",)
+
+    @property
+    def output(self) -> str:
+        """Path of the linear layer that makes what is added to the stream."""
+        return "out_proj"
+
+    def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
+        """What the output layer reads, [B, L, C]."""
+        h, gate = mx.split(rows[0], 2, axis=-1)
         h = apply(self._activation, None, causal_conv(self.conv1d, h, mask, cache))
         dt, b, c = mx.split(self.x_proj(h), self._cuts, axis=-1)
         dt = nn.softplus(self.dt_proj(self.dt_layernorm(dt)).astype(mx.float32))
@@ -152,17 +161,16 @@ class Mamba1(Mixer):
             # No time passes at a padded position, so that it leaves the state alone.
             dt = mx.where(mask[..., None], dt, 0)
         wide = h.astype(mx.float32)
-        b, c = (norm(x).astype(mx.float32) for norm, x in ((self.b_layernorm, b), (self.c_layernorm, c)))
+        b, c = (norm(row).astype(mx.float32) for norm, row in ((self.b_layernorm, b), (self.c_layernorm, c)))
         a = -mx.exp(self.A_log.astype(mx.float32))
         memory = cache[1] if cache is not None else None
         if memory is None:
-            memory = mx.zeros((x.shape[0], *a.shape))
+            memory = mx.zeros((h.shape[0], *a.shape))
         y, memory = selective_scan(dt, dt * wide, b, c, a, memory)
         if cache is not None:
             cache[1] = memory
-            cache.advance(x.shape[1])
-        y = (y + self.D.astype(mx.float32) * wide).astype(x.dtype)
-        return self.out_proj(y * nn.silu(gate))
+        y = (y + self.D.astype(mx.float32) * wide).astype(gate.dtype)
+        return y * nn.silu(gate)
 
     def make_cache(self) -> ArraysCache:
         """The convolution's last inputs and the state ``[B, C, n]``."""

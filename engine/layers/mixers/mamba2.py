@@ -5,6 +5,7 @@ Legend: B batch, L tokens, D model width, h heads, p head width, g groups, n sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
@@ -14,9 +15,8 @@ from mlx_lm.models.ssm import ssm_attn, ssm_update
 from pydantic import Field
 
 from mlx_experts.engine.kernels.activations import apply, make
-from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.conv import causal_conv, make_causal_conv
-from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.options import check_parts, mixer_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -54,7 +54,7 @@ class GroupedGatedNorm(nn.Module):
         return self.weight * mx.fast.rms_norm(parts, None, self._eps).flatten(-2).astype(x.dtype)
 
 
-class Mamba2(Mixer):
+class Mamba2(RecurrentMixer):
     """A Mamba-2 mixer, after transformers' ``models/nemotron_h/modeling_nemotron_h.py``.
 
     Args:
@@ -90,12 +90,21 @@ class Mamba2(Mixer):
         # mlx-lm's Metal kernel for one token spreads a state over 32 lanes.
         self._update = ssm_update if spec.state % 32 == 0 else ssm_attn
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
-        spec, (B, L, _) = self._spec, x.shape
-        mask = state.recurrent_mask(x, cache)
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Paths of the linear layers that read the mixer's input."""
+        return ("in_proj",)
+
+    @property
+    def output(self) -> str:
+        """Path of the linear layer that makes what is added to the stream."""
+        return "out_proj"
+
+    def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
+        """What the output layer reads, [B, L, h * p]."""
+        spec, (B, L, _) = self._spec, rows[0].shape
         cuts = [self._inner, 2 * self._inner + 2 * self._vectors]
-        gate, mixed, dt = mx.split(self.in_proj(x), cuts, axis=-1)
+        gate, mixed, dt = mx.split(rows[0], cuts, axis=-1)
         mixed = apply(self._activation, None, causal_conv(self.conv1d, mixed, mask, cache))
         h, b, c = mx.split(mixed, [self._inner, self._inner + self._vectors], axis=-1)
         out, memory = self._update(
@@ -113,8 +122,8 @@ class Mamba2(Mixer):
         )
         if cache is not None:
             cache[1] = memory
-            cache.advance(L)
-        return self.out_proj(self.norm(out.flatten(-2), gate))
+        y: mx.array = self.norm(out.flatten(-2), gate)
+        return y
 
     def make_cache(self) -> ArraysCache:
         """The convolution's last inputs and the state ``[B, h, p, n]``."""

@@ -5,6 +5,7 @@ Legend: B batch, L tokens, D model width, K kernel width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +13,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 from pydantic import Field
 
-from mlx_experts.engine.layers.base_mixer import Mixer
+from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.conv import causal_conv, make_causal_conv
-from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.options import mixer_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -28,7 +28,7 @@ class ShortConvOptions(Spec):
     bias: Bool = Field(description="Biases on the projections and the convolution.")
 
 
-class ShortConv(Mixer):
+class ShortConv(RecurrentMixer):
     """``out(c * conv(b * h))`` with ``[b, c, h] = in(x)``, after transformers' ``models/lfm2_moe``.
 
     Args:
@@ -44,13 +44,20 @@ class ShortConv(Mixer):
         self.in_proj = nn.Linear(width, 3 * width, bias=spec.bias)
         self.out_proj = nn.Linear(width, width, bias=spec.bias)
 
-    def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
-        """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
-        b, c, h = mx.split(self.in_proj(x), 3, axis=-1)
-        h = causal_conv(self.conv, b * h, state.recurrent_mask(x, cache), cache)
-        if cache is not None:
-            cache.advance(x.shape[1])
-        return self.out_proj(c * h)
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Paths of the linear layers that read the mixer's input."""
+        return ("in_proj",)
+
+    @property
+    def output(self) -> str:
+        """Path of the linear layer that makes what is added to the stream."""
+        return "out_proj"
+
+    def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
+        """What the output layer reads, [B, L, D]."""
+        b, c, h = mx.split(rows[0], 3, axis=-1)
+        return c * causal_conv(self.conv, b * h, mask, cache)
 
     def make_cache(self) -> ArraysCache:
         """The convolution's last K - 1 inputs."""

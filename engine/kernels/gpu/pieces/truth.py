@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_experts.engine.kernels import naive
+from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct
 
 
@@ -96,6 +97,37 @@ def row_product(asked: RowProduct, token: dict[str, mx.array]) -> dict[str, np.n
     if asked.added is not None:
         out["stream"] = stream
     return out
+
+
+def delta_step(step: DeltaStep, token: dict[str, mx.array]) -> dict[str, np.ndarray]:
+    """Every output by name: a gated delta net's token, value head by value head."""
+    g, h, dk, dv = step.key_heads, step.value_heads, step.key_dim, step.value_dim
+    ratio = h // g
+    rows = [wide(token[f"r{i}"]).reshape(-1) for i in range(step.rows)]
+    if step.by_key_head:
+        q, k, v, z = np.split(rows[0].reshape(g, -1), np.cumsum([dk, dk, ratio * dv]), axis=-1)
+        b, a = np.split(rows[1].reshape(g, -1), 2, axis=-1)
+        now = np.concatenate([q.reshape(-1), k.reshape(-1), v.reshape(-1)])
+    else:
+        now, z, b, a = rows
+    z, b, a = z.reshape(h, dv), b.reshape(-1), a.reshape(-1)
+    taken = np.concatenate([wide(token["past"])[0], now[None]])
+    mixed = (taken * wide(step.conv)[:, :, 0].T).sum(axis=0)
+    mixed = mixed / (1 + np.exp(-mixed))
+    q, k = (mixed[i * g * dk : (i + 1) * g * dk].reshape(g, dk) for i in range(2))
+    v = mixed[2 * g * dk :].reshape(h, dv)
+    q, k = (x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    memory, out = wide(token["memory"])[0].copy(), np.zeros((h, dv))
+    for head in range(h):
+        key, query = k[head // ratio], q[head // ratio] / np.sqrt(dk)
+        rate = np.exp(wide(step.decay)[head]) * np.logaddexp(0, a[head] + wide(step.shift)[head])
+        memory[head] *= np.exp(-rate)
+        beta = 1 / (1 + np.exp(-b[head]))
+        memory[head] += np.outer(beta * (v[head] - memory[head] @ key), key)
+        out[head] = memory[head] @ query
+    gate = 1 / (1 + np.exp(-z)) * (z if step.gate == "silu" else 1)
+    y = rms_norm(out, Norm(step.norm, step.eps)) * gate
+    return {"y": y.reshape(-1), "new_past": taken[1:].reshape(-1), "new_memory": memory.reshape(-1)}
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:

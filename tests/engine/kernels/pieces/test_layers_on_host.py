@@ -42,9 +42,20 @@ def played(host_cuda, monkeypatch):
     return compiled
 
 
-def test_a_token_through_every_kernel_gives_the_plain_models_logits(played, monkeypatch, fresh_trace):
-    family = catalog().load("qwen3_moe")
-    model = build_tiny(family, {**tiny_config(family), "num_hidden_layers": 3})
+USUAL = "projections: cuda; output: cuda; router and experts: cuda"
+LAYERS = {
+    "qwen3_moe": ({"num_hidden_layers": 3}, ["projections: cuda; output: cuda; mlp: cuda", USUAL, USUAL]),
+    "qwen3_next": (
+        {"head_dim": 64, "linear_num_key_heads": 2},
+        [USUAL, USUAL.replace("output", "recurrence: cuda; output")] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_token_through_every_kernel_gives_the_plain_models_logits(name, played, monkeypatch, fresh_trace):
+    family, (sizes, notes) = catalog().load(name), LAYERS[name]
+    model = build_tiny(family, {**tiny_config(family), **sizes})
     model.eval()
     caches = [make_prompt_cache(model), make_prompt_cache(model)]
     for cache in caches:
@@ -57,8 +68,5 @@ def test_a_token_through_every_kernel_gives_the_plain_models_logits(played, monk
             patch.setattr(Decoder, "_pieces_for", lambda self, steps, device, dtype: pieces)
             got = model(ids, cache=caches[1])
         assert mx.abs(got - want).max().item() < 1e-5 * mx.abs(want).max().item()
-    notes = [row.note for row in trace.pieces()]
-    assert len(notes) == 3
-    assert notes[0] == "projections: cuda; output: cuda; mlp: cuda"
-    assert set(notes[1:]) == {"projections: cuda; output: cuda; router and experts: cuda"}
+    assert [row.note for row in trace.pieces()] == notes
     assert len(played) >= 8
