@@ -18,16 +18,17 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_experts.engine.dispatch.trace import Tally, TraceKey, trace
 from mlx_experts.engine.kernels.gpu.joined import Joined, leaves_of
 from mlx_experts.engine.kernels.request import Decline, Device
-from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import RecurrentMixer
-from mlx_experts.engine.layers.decode import around_attention
+from mlx_experts.engine.layers.decode import around_attention, around_latent
 from mlx_experts.engine.layers.decode.around_attention import AroundAttention
 from mlx_experts.engine.layers.decode.around_experts import AroundExperts, AroundMLP, add
+from mlx_experts.engine.layers.decode.around_latent import AroundLatents
 from mlx_experts.engine.layers.decode.around_recurrence import AroundRecurrence, memory_names
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts
 from mlx_experts.engine.layers.decode.steps import TRIED, Call, Pure, Step, Values, merged
 from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.mixers.mla import LatentAttention
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.layers.moe import MoE
 
@@ -151,27 +152,19 @@ class TokenPieces:
             return None
         if parts.mixer is not None:
             mixer = parts.mixer
-            objection = around_attention.eligible(mixer)
-            if isinstance(mixer, RecurrentMixer):
+            kind = _around(mixer)
+            if not isinstance(kind, Decline):
                 joined = self._joined(mixer)
-                recurrence = AroundRecurrence(
-                    at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined
-                )
-                self._steps += recurrence.steps(device, dtype)
-                self._memory[at] = memory_names(at, mixer)
-                added = None
-            elif objection is None:
-                assert isinstance(mixer, Attention)
-                joined = self._joined(mixer)
-                around = AroundAttention(
-                    at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined
-                )
+                around = kind(at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined)
                 self._steps += around.steps(device, dtype)
-                self._attends.append(at)
+                if isinstance(mixer, RecurrentMixer):
+                    self._memory[at] = memory_names(at, mixer)
+                else:
+                    self._attends.append(at)
                 added = None
             else:
                 self._normed(parts.pre_mixer, added)
-                self._notes[at] = f"the mixer as it is, {objection}"
+                self._notes[at] = f"the mixer as it is, {kind}"
 
                 def mix(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
                     values["b"] = mixer(values["n"], state, caches[at])
@@ -284,6 +277,15 @@ class TokenPieces:
                 self._steps[places[-1]] = replace(last, tallies=(*last.tallies, tally))
             else:
                 self._steps[places[-1]] = replace(last, run=_counted(last.run, tally))
+
+
+def _around(mixer: Any) -> Callable[..., AroundAttention | AroundLatents | AroundRecurrence] | Decline:
+    """What makes the pieces around a mixer, or why it runs as it is."""
+    if isinstance(mixer, RecurrentMixer):
+        return AroundRecurrence
+    if type(mixer) is LatentAttention:
+        return around_latent.eligible(mixer) or AroundLatents
+    return around_attention.eligible(mixer) or AroundAttention
 
 
 def _remembers(cache: Any) -> bool:

@@ -130,8 +130,11 @@ class LatentAttention(Mixer):
         spec = self._spec
         if not spec.q_rank:
             return x, x
-        raw = self.q_a_proj(x)
-        latent = self.q_a_layernorm(raw)
+        return self.query_latent_of(self.q_a_proj(x))
+
+    def query_latent_of(self, raw: mx.array) -> tuple[mx.array, mx.array]:
+        """As :meth:`query_latent`, of what ``q_a_proj`` gives."""
+        spec, latent = self._spec, self.q_a_layernorm(raw)
         if spec.scale_q:
             latent = latent * (self.width / spec.q_rank) ** 0.5
         return latent, mx.concatenate([latent, raw], axis=-1) if spec.raw_latent else latent
@@ -145,8 +148,18 @@ class LatentAttention(Mixer):
             source: what :meth:`query_latent` gives for it.
             offset: position of the first query.
         """
-        spec, (B, L, _) = self._spec, source.shape
-        q = self.q_b_proj(source) if spec.q_rank else self.q_proj(source)
+        q = self.q_b_proj(source) if self._spec.q_rank else self.q_proj(source)
+        return self.queries_of(q, state, offset)
+
+    def queries_of(
+        self, q: mx.array, state: ForwardState | None, offset: Any
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
+        """As :meth:`queries`, of what the last projection of queries gives.
+
+        Args:
+            state: read where frequencies are learned.
+        """
+        spec, (B, L, _) = self._spec, q.shape
         q, gate = q.reshape(B, L, self.heads, -1).swapaxes(1, 2), None
         if self._packed:
             q, gate = mx.split(q, [spec.nope_dim + spec.rope_dim], axis=-1)
@@ -157,17 +170,22 @@ class LatentAttention(Mixer):
         nope, rope = mx.split(q, [self.nope_dim], axis=-1)
         return nope, self._turned(rope, state, offset), gate
 
-    def _turned(self, t: mx.array, state: ForwardState, offset: Any) -> mx.array:
+    def _turned(self, t: mx.array, state: ForwardState | None, offset: Any) -> mx.array:
         if self._rope is None:
             return t
         if self._spec.learned_frequencies:
+            assert state is not None
             return turn(self._rope, t, offset, log_scale=state.log_frequencies)
         return self._rope(t, offset)
 
     def latents(self, x: mx.array, state: ForwardState, offset: Any) -> tuple[mx.array, mx.array]:
         """The latent [B, 1, L, c] of keys and values, and the shared rotated key [B, 1, L, r]."""
+        return self.latents_of(self.kv_a_proj_with_mqa(x), state, offset)
+
+    def latents_of(self, row: mx.array, state: ForwardState | None, offset: Any) -> tuple[mx.array, mx.array]:
+        """As :meth:`latents`, of what ``kv_a_proj_with_mqa`` gives."""
         spec = self._spec
-        latent, rope = mx.split(self.kv_a_proj_with_mqa(x), [spec.kv_rank], axis=-1)
+        latent, rope = mx.split(row, [spec.kv_rank], axis=-1)
         latent, rope = self.kv_a_layernorm(latent)[:, None], rope[:, None]
         if spec.scale_kv:
             latent = latent * (self.width / spec.kv_rank) ** 0.5
@@ -195,21 +213,35 @@ class LatentAttention(Mixer):
         self, q_nope: mx.array, q_rope: mx.array, latent: mx.array, k_rope: mx.array, mask: Any
     ) -> mx.array:
         """Attention output [B, h, L, v] over latents [B, 1, T, c] and keys [B, 1, T, r]."""
-        sinks = self[self._spec.sinks].astype(q_nope.dtype) if self._spec.sinks is not None else None
         if q_nope.shape[2] == 1:
-            if self.rope_dim:
-                scores = (q_rope * self.scale) @ k_rope.swapaxes(-1, -2)
-                if mask is not None:
-                    scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
-                mask = scores
-            out = mx.fast.scaled_dot_product_attention(
-                self.embed_q(q_nope), latent, latent, scale=self.scale, mask=mask, sinks=sinks
-            )
+            out = self.attend_embedded(self.embed_q(q_nope), q_rope * self.scale, latent, k_rope, mask)
             return self.unembed_out(out)
+        sinks = self._sinks(q_nope.dtype)
         k_nope, values = self.embed_q(latent, transpose=False), self.unembed_out(latent)
         q = mx.concatenate([q_nope, q_rope], axis=-1) if self.rope_dim else q_nope
         k = joined(k_nope, k_rope) if self.rope_dim else k_nope
         return mx.fast.scaled_dot_product_attention(q, k, values, scale=self.scale, mask=mask, sinks=sinks)
+
+    def _sinks(self, dtype: mx.Dtype) -> mx.array | None:
+        return self[self._spec.sinks].astype(dtype) if self._spec.sinks is not None else None
+
+    def attend_embedded(
+        self, q: mx.array, q_rope: mx.array, latent: mx.array, k_rope: mx.array, mask: Any
+    ) -> mx.array:
+        """One token's attention output [B, h, 1, c] as a latent.
+
+        Args:
+            q: queries [B, h, 1, c] as ``embed_q`` leaves them.
+            q_rope: their rotated part [B, h, 1, r], times the scale.
+        """
+        if self.rope_dim:
+            scores = q_rope @ k_rope.swapaxes(-1, -2)
+            if mask is not None:
+                scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+            mask = scores
+        return mx.fast.scaled_dot_product_attention(
+            q, latent, latent, scale=self.scale, mask=mask, sinks=self._sinks(q.dtype)
+        )
 
     def output(self, out: mx.array, x: mx.array, packed: mx.array | None = None) -> mx.array:
         """Gate and project the attention output [B, h, L, v] to [B, L, D].
@@ -217,9 +249,15 @@ class LatentAttention(Mixer):
         Args:
             packed: a gate [B, h, L, v] that came with the queries.
         """
-        gate, out = self._spec.gate, out.swapaxes(1, 2)
+        gate, logits = self._spec.gate, None
         if gate is not None and gate.enabled:
             logits = packed.swapaxes(1, 2) if packed is not None else find(self, gate.path or "")(x)
+        return self.output_of(out, logits)
+
+    def output_of(self, out: mx.array, logits: mx.array | None) -> mx.array:
+        """As :meth:`output`, with the gate's logits [B, L, ...] or None."""
+        gate, out = self._spec.gate, out.swapaxes(1, 2)
+        if gate is not None and logits is not None:
             logits = logits.astype(mx.float32)
             factor = mx.sigmoid(logits) if gate.function == "sigmoid" else nn.softplus(logits)
             out = out * factor.reshape(*out.shape[:-1], -1).astype(out.dtype)

@@ -52,18 +52,20 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """The rotation of the first ``dims`` values of a head.
+    """The rotation of ``dims`` values of a head.
 
     Args:
         inverse: float32 ``[dims / 2]``, the angle of each pair at position 1; None when each call gives it.
         interleaved: pairs are neighbours; otherwise the halves of ``dims``.
         factor: multiplies the rotated values.
+        first: the first of them.
     """
 
     inverse: mx.array | None
     dims: int
     interleaved: bool = False
     factor: float = 1.0
+    first: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +175,7 @@ def check_heads(heads: Heads, rows: int) -> Decline | None:
     d, turn = heads.width, heads.turn
     if not 8 <= d <= 512 or d % 8 or rows % d:
         return Decline("head_width", "a multiple of 8 up to 512 that divides the row", str(d), "Nothing.")
-    if turn is not None and (turn.dims > d or turn.dims % 2 or turn.dims < 16):
+    if turn is not None and (turn.first + turn.dims > d or turn.dims % 2 or turn.dims < 16):
         return Decline("rotated width", f"an even number from 16 to {d}", str(turn.dims), "Nothing.")
     return None
 
@@ -235,10 +237,11 @@ def turn_text(heads: Heads, weight: str, inverse: str, to: str, given: str, thre
     kind = 0 if norm is None else 3 if heads.whole else 2 if heads.late else 1
     weighed = norm is not None and norm.weight is not None
     dims, inter, factor = (turn.dims, turn.interleaved, turn.factor) if turn else (0, False, 1.0)
+    first = turn.first if turn else 0
     weight = weight if weighed else "(ME_DEVICE const float*)0"
     position = "float(offset[0])" if turn else "0.0f"
     inverse = inverse if turn else "(ME_DEVICE const float*)0"
-    flags = f"{heads.width}, {dims}, {str(inter).lower()}, {kind}, {str(weighed).lower()}, {threads}"
+    flags = f"{heads.width}, {first}, {dims}, {str(inter).lower()}, {kind}, {str(weighed).lower()}, {threads}"
     eps, offset = (norm.eps, norm.offset) if norm else (0.0, 0.0)
     return (
         f"me_turn<{flags}>(ys, {weight}, {float(offset)!r}f, {float(eps)!r}f, {given}, {inverse}, {position},"

@@ -26,20 +26,21 @@ def rms_norm(x: np.ndarray, norm: Norm | None) -> np.ndarray:
 
 
 def turned(x: np.ndarray, heads: Heads, position: int, inverse: np.ndarray | None) -> np.ndarray:
-    """The first values of each head ``[heads, D]`` rotated."""
+    """Some values of each head ``[heads, D]`` rotated."""
     turn = heads.turn
     if turn is None:
         return x
     assert inverse is not None
     angles = position * inverse
-    front, rest = x[:, : turn.dims] * turn.factor, x[:, turn.dims :]
+    before, front, rest = np.split(x, [turn.first, turn.first + turn.dims], axis=-1)
+    front = front * turn.factor
     half = turn.dims // 2
     a, b = (front[:, ::2], front[:, 1::2]) if turn.interleaved else (front[:, :half], front[:, half:])
     pair = a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)
     front = (
         np.stack(pair, axis=-1).reshape(front.shape) if turn.interleaved else np.concatenate(pair, axis=-1)
     )
-    return np.concatenate([front, rest], axis=-1)
+    return np.concatenate([before, front, rest], axis=-1)
 
 
 def each_head(

@@ -49,6 +49,10 @@ LAYERS = {
         {"head_dim": 64, "linear_num_key_heads": 2},
         [USUAL, USUAL.replace("output", "recurrence: cuda; output")] * 2,
     ),
+    "deepseek_v3": (
+        {"num_hidden_layers": 3, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+        ["projections: cuda; output: cuda; mlp: cuda", USUAL, USUAL],
+    ),
 }
 
 

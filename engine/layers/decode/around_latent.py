@@ -1,0 +1,236 @@
+"""The pieces of a layer around latent attention: projections and latents before, values and output after.
+
+Legend: D model width, h heads, r and v widths of a head with position and of values, c latent width. A row of
+a token is ``[1, 1, D]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_experts.engine.kernels.gpu.joined import Joined
+from mlx_experts.engine.kernels.gpu.pieces import row_product
+from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
+from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Product, RowProduct, Turn
+from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.layers.decode.around_attention import output_of
+from mlx_experts.engine.layers.decode.matrices import dense, launched, norm_of, on_gpu, unread
+from mlx_experts.engine.layers.decode.steps import Call, Pure, Run, Values
+from mlx_experts.engine.layers.decode.watched import Watched
+from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.mixers.mla import LatentAttention, remember
+from mlx_experts.engine.layers.module_tree import find
+
+
+def eligible(mixer: LatentAttention) -> Decline | None:
+    """Why this mixer runs as a whole and not between two pieces, or None."""
+    spec = mixer._spec
+    if spec.sources is not None:
+        return Decline("latents", "latents of its own", "latents that layers share", "It runs as it is.")
+    if spec.learned_frequencies:
+        return Decline("rope", "fixed frequencies", "learned ones", "It runs as it is.")
+    if mixer._rope is not None and mixer._rope.fixed is None:
+        return Decline("rope", "frequencies that no length changes", "others", "It runs as it is.")
+    return None
+
+
+class AroundLatents:
+    """The steps of one layer's branch of latent attention.
+
+    Args:
+        at: index of the layer.
+        norm: before the mixer, or None.
+        mixer: its module.
+        post: norm of the branch, or None.
+        factor: on the branch when it is added.
+        added: factor on the branch ``b`` of the layer before, which is not yet added; None: there is none.
+        joined: arrays of the mixer that lie in one.
+    """
+
+    def __init__(
+        self,
+        at: int,
+        norm: nn.Module | None,
+        mixer: LatentAttention,
+        post: nn.Module | None,
+        factor: float,
+        added: float | None,
+        joined: Sequence[Joined] = (),
+    ) -> None:
+        self.at, self.norm, self.mixer, self.post = at, norm, mixer, post
+        self.factor, self.added, self.joined = factor, added, joined
+        spec = mixer._spec
+        self.gate = spec.gate if spec.gate is not None and spec.gate.enabled else None
+        # What reads the normed row: queries, latents, and the logits of a gate.
+        own = () if self.gate is None or self.gate.path is None else (self.gate.path,)
+        self.inputs = ("q_a_proj" if spec.q_rank else "q_proj", "kv_a_proj_with_mqa", *own)
+        self.out = find(mixer, spec.out)
+
+    def steps(self, device: Device, dtype: mx.Dtype) -> list[Pure | Call]:
+        """Before, the attention itself, after."""
+        gate = ("g",) if self.gate is not None else ()
+        branch, stream = ((), ()) if self.added is None else (("b",), ("x",))
+        norms = [] if self.norm is None else [self.norm]
+        posts = [] if self.post is None else [self.post]
+        up = self.mixer.unembed_out
+        before = Pure.of(
+            "projections",
+            ("x", *branch, f"p{self.at}"),
+            (*stream, "q", "qr", "l", "kr", *gate),
+            Watched(*norms, self.mixer, without=[self.out, up]),
+            self._plain_before,
+            lambda: on_gpu(device) or self._prepare_before(device, dtype),
+        )
+        after = Pure.of(
+            "output",
+            ("a", *gate, "x"),
+            ("x",),
+            Watched(self.mixer, *posts, without=self._others()),
+            self._plain_after,
+            lambda: on_gpu(device) or self._prepare_after(device, dtype),
+        )
+        return [before, Call(("q", "qr", "l", "kr", "x"), ("a",), self._attend()), after]
+
+    def _others(self) -> list[nn.Module]:
+        kept = (self.out, self.mixer.unembed_out)
+        return [m for m in self.mixer.values() if isinstance(m, nn.Module) and all(m is not k for k in kept)]
+
+    def _attend(self) -> Any:
+        mixer, at, window = self.mixer, self.at, self.mixer._spec.window or None
+
+        def attend(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
+            cache = caches[at]
+            mask = state.attention_mask(values["x"], cache, window)
+            latent, key = remember(cache, values["l"], values["kr"])
+            values["a"] = mixer.attend_embedded(values["q"], values["qr"], latent, key, mask)
+
+        return attend
+
+    def _finish(self, q: tuple[mx.array, mx.array, mx.array | None], kv: Any, logits: Any) -> Any:
+        """Queries as latents, their rotated part times the scale, latent and key, and the gate's logits."""
+        nope, rope, packed = q
+        made = (self.mixer.embed_q(nope), rope * self.mixer.scale, *kv)
+        return made if self.gate is None else (*made, logits if packed is None else packed)
+
+    def _plain_before(self, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        *norms, mixer = modules
+        offset = rest[-1][:1]
+        if self.added is not None:
+            x = x + (rest[0] if self.added == 1.0 else rest[0] * self.added)
+        n = norms[0](x) if norms else x
+        rows = [find(mixer, path)(n) for path in self.inputs]
+        made: tuple[mx.array, ...] = self._finish(
+            mixer.queries_of(self._raised(rows[0]), None, offset),
+            mixer.latents_of(rows[1], None, offset),
+            rows[2] if len(rows) > 2 else None,
+        )
+        return made if self.added is None else (x, *made)
+
+    def _raised(self, row: mx.array) -> mx.array:
+        """Queries from the first projection's row."""
+        if not self.mixer._spec.q_rank:
+            return row
+        q: mx.array = self.mixer.q_b_proj(self.mixer.query_latent_of(row)[1])
+        return q
+
+    def _plain_after(self, modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        mixer, *posts = modules
+        logits = None
+        if self.gate is not None:
+            # A packed gate has the queries' order, [1, h, 1, v]; a projected one is a row.
+            logits = rest[0].swapaxes(1, 2) if rest[0].ndim == 4 else rest[0]
+        y = mixer.output_of(mixer.unembed_out(a), logits)
+        for norm in posts:
+            y = norm(y)
+        return (rest[-1] + (y if self.factor == 1.0 else y * self.factor),)
+
+    def _heads(self) -> Heads | None:
+        """The rotation of queries inside the launch that makes them; None where MLX does more to them."""
+        mixer, spec = self.mixer, self.mixer._spec
+        scaled = spec.temperature is not None and spec.temperature.enabled
+        if mixer._packed or scaled or spec.position_scale is not None or mixer._rope is None:
+            return None
+        rope, fixed = mixer._rope, mixer._rope.fixed
+        assert fixed is not None
+        turn = Turn(1.0 / fixed.freqs, rope.dims, rope.traditional, fixed.factor, first=mixer.nope_dim)
+        heads = Heads(mixer.nope_dim + mixer.rope_dim, turn=turn)
+        fits = row_product.check_heads(heads, mixer.heads * heads.width) is None
+        return heads if fits and heads.width % 16 == 0 and rope.dims == mixer.rope_dim else None
+
+    def _launch(self, asked: RowProduct, device: Device, dtype: mx.Dtype) -> Piece | Decline:
+        objection = row_product.check(asked)
+        if objection is not None:
+            return objection
+        backend = row_product.backend_of(device)
+        return row_product.build(asked, backend, device, dtype, join=True).reading(self.joined)
+
+    def _raise(self, heads: Heads | None, device: Device, dtype: mx.Dtype) -> Piece | Decline | None:
+        """The launch from a query latent to queries; None where MLX does more between the two matrices."""
+        mixer, spec = self.mixer, self.mixer._spec
+        if not spec.q_rank or spec.scale_q or spec.raw_latent:
+            return None
+        norm, stack = norm_of(mixer.q_a_layernorm), dense(mixer.q_b_proj)
+        if norm is None or stack is None:
+            return None
+        product = Product(stack, heads, None if heads is None else heads.width)
+        return self._launch(RowProduct(stack.projection.cols, (product,), norm), device, dtype)
+
+    def _prepare_before(self, device: Device, dtype: mx.Dtype) -> Run | Decline:
+        mixer, spec = self.mixer, self.mixer._spec
+        norm = None if self.norm is None else norm_of(self.norm)
+        if self.norm is not None and norm is None:
+            return Decline("norm", "an RMS norm", type(self.norm).__name__, "It runs in plain MLX.")
+        heads = self._heads()
+        products = []
+        for i, path in enumerate(self.inputs):
+            stack = dense(find(mixer, path))
+            if stack is None:
+                return unread(path)
+            own = heads if i == 0 and not spec.q_rank else None
+            products.append(Product(stack, own, None if own is None else own.width))
+        width = products[0].stack.projection.cols
+        first = self._launch(RowProduct(width, tuple(products), norm, added=self.added), device, dtype)
+        if isinstance(first, Decline):
+            return first
+        second = self._raise(heads, device, dtype)
+        if isinstance(second, Decline):
+            return second
+        turned = heads is not None and (second is not None or not spec.q_rank)
+        added = self.added
+
+        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+            position = rest[-1]
+            rows = launched(first, {"x": x, "branch": rest[0], "offset": position})
+            q = rows["y0"]
+            if second is not None:
+                q = launched(second, {"x": q, "offset": position})["y0"]
+            elif spec.q_rank:
+                q = self._raised(q)
+            if turned:
+                queries = (*mx.split(q, [mixer.nope_dim], axis=-1), None)
+            else:
+                queries = mixer.queries_of(q, None, position[:1])
+            made = self._finish(queries, mixer.latents_of(rows["y1"], None, position[:1]), rows.get("y2"))
+            return made if added is None else (rows["stream"], *made)
+
+        return run
+
+    def _prepare_after(self, device: Device, dtype: mx.Dtype) -> Run | Decline:
+        mixer, gate = self.mixer, self.gate
+        stack = dense(self.out)
+        if stack is None:
+            return unread(mixer._spec.out)
+        asked = RowProduct(
+            stack.projection.cols,
+            (Product(stack),),
+            gate=None if gate is None else gate.function,
+            gate_width=1 if gate is None or gate.over == "element" else mixer._spec.v_dim,
+        )
+        output = output_of(asked, device, dtype, self.joined, self.post is not None, self.factor)
+        if isinstance(output, Decline):
+            return output
+        return lambda modules, a, *rest: output(modules, modules[0].unembed_out(a), *rest)
