@@ -193,10 +193,9 @@ def _microscaled(parts: Parts) -> Encoded | None:
     by_tile = mode == "mxfp8" and scale.shape[:-1] == (*shape[:-2], -(-shape[-2] // 32))
     if mode is None or scale.dtype not in scale_dtypes or not (by_row or by_tile):
         return None
-    if columns % 4 or (mode == "mxfp8" and weight.dtype == "F8_E5M2"):
-        return None
-    if mode != "mxfp8" and weight.dtype.startswith("F8"):
-        # Two values of four bits are no float of eight.
+    # Two values of four bits are no float of eight, and other numbers of eight bits have other values.
+    numbers = (*WORDS, "U8", "F8_E4M3" if mode == "mxfp8" else "I8")
+    if columns % 4 or weight.dtype not in numbers:
         return None
     return _packed(parts, mode, shape[:-1], columns // 4, scale.shape[-1], (1, 1) if by_row else (32, 1))
 

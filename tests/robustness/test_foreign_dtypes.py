@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from foreign_encoders import Planes, compressed, integers, nvfp4
+from foreign_encoders import Encoder, Planes, compressed, integers, nvfp4
 
 from mlx_experts.registry.errors import RegistryError
 
@@ -41,17 +41,71 @@ def fp8(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
     return {"weight": packed, "weight_scale_inv": scale}, mx.from_fp8(packed, mx.float32) * 0.03125
 
 
+def awq(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
+    """AWQ's words of four bits, along the output axis, of every eight neighbours the even ones first."""
+    planes, value = gptq(weight, number)
+    levels = (
+        planes["qweight"].view(mx.uint32)[:, None] >> mx.arange(0, 32, 4, dtype=mx.uint32)[:, None]
+    ) & 15
+    levels = levels.reshape(-1, weight.shape[0])
+    zeros = mx.full((planes["scales"].shape[0], weight.shape[0] // 8), 0x88888888, dtype=mx.uint32)
+    cut = levels.reshape(levels.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    words = mx.sum(cut << mx.arange(0, 32, 4, dtype=mx.uint32), axis=-1).astype(mx.uint32)
+    return {
+        "qweight": words.view(mx.int32),
+        "qzeros": zeros.view(mx.int32),
+        "scales": planes["scales"],
+    }, value
+
+
+def microscaled(mode: str, names: tuple[str, str], container: mx.Dtype = mx.uint8) -> Encoder:
+    """Numbers of four or eight bits, and an exponent as a byte for each 32 of them.
+
+    Args:
+        names: what a file calls both planes.
+        container: what the numbers lie in.
+    """
+
+    def encode(weight: mx.array, number: int) -> tuple[Planes, mx.array]:
+        packed, exponents = mx.quantize(weight, mode=mode)
+        value = mx.dequantize(packed, exponents, mode=mode, dtype=mx.float32)
+        return {names[0]: packed.view(container), names[1]: exponents}, value
+
+    return encode
+
+
+def own(mode: str) -> dict[str, Any]:
+    """What MLX's tools write of a mode."""
+    return {"group_size": 32, "bits": int(mode[-1]), "mode": mode}
+
+
 FORMATS: dict[str, tuple[Callable[..., tuple[Planes, mx.array]], dict[str, Any]]] = {
     "compressed": (integers(4, 32), compressed(4, 32)),
     "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "awq": (awq, {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32}),
+    "mxfp4": (
+        microscaled("mxfp4", ("weight_packed", "weight_scale")),
+        compressed(4, 32, "mxfp4-pack-quantized"),
+    ),
+    "mxfp8": (microscaled("mxfp8", ("weight", "weight_scale_inv")), {"quant_method": "mxfp8"}),
+    "mxfp4 of MLX": (microscaled("mxfp4", ("weight", "scales"), mx.uint32), own("mxfp4")),
+    "mxfp8 of MLX": (microscaled("mxfp8", ("weight", "scales"), mx.uint32), own("mxfp8")),
 }
 # What each plane is, where its bytes are no uint8.
-STORED = {("fp8", "weight"): "F8_E4M3", ("nvfp4", "weight_scale"): "F8_E4M3"}
+STORED = {
+    ("fp8", "weight"): "F8_E4M3",
+    ("nvfp4", "weight_scale"): "F8_E4M3",
+    ("mxfp8", "weight"): "F8_E4M3",
+}
 # Planes whose values nothing reads, and dtypes that make a plane one of another format.
 UNREAD = {"input_scale", "weight_shape"}
-OTHERS = {("weight", "F8_E5M2"), ("weight_scale_inv", "U8"), ("weight_scale_inv", "F8_E8M0")}
+OTHERS = {
+    "fp8": {("weight", "F8_E5M2"), ("weight_scale_inv", "U8"), ("weight_scale_inv", "F8_E8M0")},
+    # Values of four bits with such scales are mxfp4.
+    "mxfp8": {("weight", "F4")},
+}
 
 
 def held(value: np.ndarray, own: str, dtype: str) -> bytes | None:
@@ -62,7 +116,7 @@ def held(value: np.ndarray, own: str, dtype: str) -> bytes | None:
         return (value.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     if own in WHOLE and dtype in WHOLE and WHOLE[own].itemsize == WHOLE[dtype].itemsize:
         return value.tobytes()
-    if {own, dtype} <= {"F8_E4M3", "U8"}:
+    if {own, dtype} <= {"F8_E4M3", "U8"} or (own, dtype) == ("U8", "F8_E8M0"):
         return value.tobytes()
     return None
 
@@ -95,6 +149,26 @@ def write(
 
 
 @functools.cache
+def blocks(lab: Any) -> tuple[Planes, dict[str, str], dict[str, str], Any, Planes]:
+    """The same of stacks as gpt_oss has them: gate and up in turn, the 16 bytes of a group on an axis."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    model, config = lab.tiny("gpt_oss", sizes)
+    values = model.converter.export(lab.parameters(model), 1)
+    disk, planes = dict(values), {}
+    for name in [n for n in disk if n.endswith(("gate_up_proj", "down_proj"))]:
+        packed, exponents = mx.quantize(disk.pop(name), mode="mxfp4")
+        value = mx.dequantize(packed, exponents, mode="mxfp4", dtype=mx.float32)
+        # Full precision is stored turned.
+        values[name] = mx.contiguous(value.swapaxes(1, 2))
+        disk[f"{name}_blocks"] = packed.view(mx.uint8).reshape(*exponents.shape, 16)
+        disk[f"{name}_scales"] = exponents
+        leaf = name.rpartition(".")[2]
+        planes |= {f"{leaf}: {plane}": f"{name}_{plane}" for plane in ("blocks", "scales")}
+    kinds = {name: OWN[array.dtype] for name, array in disk.items()}
+    return disk, kinds, planes, {**config, "quantization_config": {"quant_method": "mxfp4"}}, values
+
+
+@functools.cache
 def stored(lab: Any, form: str) -> tuple[Planes, dict[str, str], dict[str, str], Any, Planes]:
     """A checkpoint of a format, its dtypes, a name of each plane, its config, and what it stands for."""
     encode, entry = FORMATS[form]
@@ -111,17 +185,18 @@ def stored(lab: Any, form: str) -> tuple[Planes, dict[str, str], dict[str, str],
             place = "experts" if ".experts.2." in name else "attention"
             planes.setdefault(f"{place}: {plane}", f"{base}{plane}")
     kinds = {name: kinds.get(name, "F32") for name in disk}
-    return disk, kinds, planes, {**config, "quantization_config": entry}, values
+    both = {"quantization": entry} if "mode" in entry else {}
+    return disk, kinds, planes, {**config, "quantization_config": entry, **both}, values
 
 
 @pytest.mark.report("C4")
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, "blocks of gpt_oss"])
 def test_every_dtype_of_every_plane_of_other_formats_is_right_or_refused(
     form: str, lab: Any, tmp_path: Path
 ) -> None:
-    disk, kinds, planes, config, values = stored(lab, form)
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    disk, kinds, planes, config, values = stored(lab, form) if form in FORMATS else blocks(lab)
+    plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
     want = lab.logits(lab.load(lab.write(tmp_path / "plain", values, plain))[0])
     wrong = []
     for place, odd in planes.items():
@@ -137,7 +212,7 @@ def test_every_dtype_of_every_plane_of_other_formats_is_right_or_refused(
                     wrong.append(f"{place} as {dtype}: refused though it is its own: {error}")
                 continue
             leaf, off = odd.rpartition(".")[2], lab.distance(got, want)
-            other = form == "fp8" and (leaf, dtype) in OTHERS
+            other = (leaf, dtype) in OTHERS.get(form, ())
             if not (off < 2e-2 if same or leaf in UNREAD else other):
                 wrong.append(f"{place} as {dtype} {'with' if same else 'without'} its values: {off:.2g} off")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
