@@ -67,6 +67,10 @@ class Ran:
         found = re.findall(r"experts of mlx-experts: (\d+) calls fused, (\d+) gathered", self.told)
         return (sum(int(f) for f, _ in found), sum(int(g) for _, g in found))
 
+    def then(self, *others: Ran) -> Ran:
+        """This run and what was made of its results, as one."""
+        return Ran(self.out, "\n".join([self.told, *(each.told for each in others)]))
+
 
 class Place:
     """A folder with data, and the commands that run in it."""
@@ -146,10 +150,12 @@ class Place:
             str(t.dtype).removeprefix("mlx.core.") for t in tensors if mx.issubdtype(t.dtype, mx.floating)
         }
 
-    def says(self, folder: str) -> str:
-        """What a written checkpoint continues the prompt with."""
+    def says(self, folder: str) -> Ran:
+        """The run in which a written checkpoint continues the prompt, on this package's engine."""
         ran = self.run("generate", "--model", folder, "--prompt", PROMPT, "-m", "12", "--verbose", "False")
-        return ran.out.strip()
+        needs(bool(ran.out.strip()), f"what was written to {folder} says nothing")
+        needs(ran.calls[0] > 0, f"nothing of {folder} ran fused")
+        return ran
 
 
 def needs(condition: bool, what: str) -> None:
@@ -199,9 +205,8 @@ def convert(place: Place) -> tuple[str, Ran]:
     place.run(
         "convert", "--hf-path", place.whole(), "--mlx-path", "mixed", "-q", "--quant-predicate", "mixed_4_6"
     )
-    for folder in ("eight", "mxfp4", "nvfp4", "mixed"):
-        needs(bool(place.says(folder)), "what was written says nothing")
-    return "dequantised, then to 8 bits, mxfp4, nvfp4 and a mixed recipe; each generates", ran
+    said = [place.says(folder) for folder in ("whole", "eight", "mxfp4", "nvfp4", "mixed")]
+    return "dequantised, then to 8 bits, mxfp4, nvfp4 and a mixed recipe; each generates", ran.then(*said)
 
 
 def lora(place: Place) -> tuple[str, Ran]:
@@ -228,8 +233,9 @@ def fuse(place: Place) -> tuple[str, Ran]:
         lora(place)
     ran = place.run("fuse", "--model", place.model, "--adapter-path", "adapters", "--save-path", "fused")
     needs(place.dtypes("fused") == {"bfloat16"}, "another dtype was written")
-    needs(bool(place.says("fused")), "the fused model says nothing")
-    return "the adapters in the weights, in the checkpoint's dtype; it generates", ran
+    return "the adapters in the weights, in the checkpoint's dtype; it generates", ran.then(
+        place.says("fused")
+    )
 
 
 def perplexity(place: Place) -> tuple[str, Ran]:
@@ -276,29 +282,27 @@ def gptq(place: Place) -> tuple[str, Ran]:
     size = ("--num-samples", "8", "--sequence-length", "64")
     ran = place.run("gptq", "--model", place.whole(), "--mlx-path", "gptq", *size)
     needs(place.dtypes("gptq") == {"bfloat16"}, "another dtype was written")
-    needs(bool(place.says("gptq")), "the quantised model says nothing")
-    return "4 bits on local calibration text; it generates", ran
+    return "4 bits on local calibration text; it generates", ran.then(place.says("gptq"))
 
 
 def awq(place: Place) -> tuple[str, Ran]:
     size = ("--num-samples", "4", "--sequence-length", "32", "--group-size", "32")
     ran = place.run("awq", "--model", place.deepseek(), "--mlx-path", "awq", *size)
     needs("Loss reduction" in ran.out, "no loss")
-    needs(bool(place.says("awq")), "the quantised model says nothing")
-    return "a tiny `deepseek_v2`: mlx-lm's AWQ knows no other family with experts", ran
+    return "a tiny `deepseek_v2`: mlx-lm's AWQ knows no other family with experts", ran.then(
+        place.says("awq")
+    )
 
 
 def dynamic_quant(place: Place) -> tuple[str, Ran]:
     ran = place.run("dynamic_quant", "--model", place.whole(), "--mlx-path", "dynamic")
-    needs(bool(place.says("dynamic")), "the quantised model says nothing")
-    return "4 and 5 bits by sensitivity on local text; it generates", ran
+    return "4 and 5 bits by sensitivity on local text; it generates", ran.then(place.says("dynamic"))
 
 
 def dwq(place: Place) -> tuple[str, Ran]:
     data = ("--data-path", "data", "--num-samples", "4", "--max-seq-length", "64", "--batch-size", "4")
     ran = place.run("dwq", "--model", place.whole(), "--mlx-path", "dwq", "--group-size", "32", *data)
-    needs(bool(place.says("dwq")), "the distilled model says nothing")
-    return "one step of distillation on local text; it generates", ran
+    return "one step of distillation on local text; it generates", ran.then(place.says("dwq"))
 
 
 def manage(place: Place) -> tuple[str, Ran]:
@@ -473,7 +477,8 @@ def table(rows: list[tuple[str, str, Ran]]) -> str:
     named = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     lines = [
         f"Every command ran on {date.today().isoformat()} on {mx.default_device().type.name.upper()} "
-        f"with {named}. The last columns count calls of experts in the run shown.",
+        f"with {named}. The last columns count calls of experts in the run "
+        "shown, and where it wrote a checkpoint in what that one generated.",
         "",
         "| command | what ran | fused | gathered |",
         "|---|---|--:|--:|",

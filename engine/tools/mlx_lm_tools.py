@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import difflib
 import importlib
@@ -110,7 +111,10 @@ def run_tool(
                 _look_at_address(arguments)
         say(f"mlx_lm.{tool.name} {version('mlx-lm')} runs on the engine of mlx-experts")
         try:
-            module.main()
+            if tool.name == _SERVER:
+                _serve(module)
+            else:
+                module.main()
         except SystemExit as leave:
             # What argparse leaves with means here that a check has failed.
             if leave.code == _MISTAKE:
@@ -126,6 +130,36 @@ def run_tool(
             fused, gathered = trace.total("fused"), trace.total("gather")
             if fused or gathered:
                 say(f"experts of mlx-experts: {fused} calls fused, {gathered} gathered")
+
+
+def _serve(module: Any) -> None:
+    """Run the server, which ends where the model that it starts with cannot be loaded.
+
+    Alone it would go on without its thread of generation, whose end only its log tells.
+    """
+    provider = module.ModelProvider
+    load, failed = provider.load_default, []
+
+    def load_or_end(self: Any) -> None:
+        try:
+            load(self)
+        except Exception as error:  # raised again where the command ends
+            failed.append(error)
+            _thread.interrupt_main()
+            # A thread ends with it and says nothing.
+            raise SystemExit from error
+
+    provider.load_default = load_or_end
+    try:
+        module.main()
+    except KeyboardInterrupt:
+        # Before the server listens nobody else takes it.
+        if not failed:
+            raise
+    finally:
+        provider.load_default = load
+    if failed:
+        raise failed[0]
 
 
 def _known(name: str) -> Tool:

@@ -69,6 +69,19 @@ def test_every_door_opens_on_our_model(doors: Doors) -> None:
     assert config["num_experts"] == 16
 
 
+@pytest.mark.report("T5")
+def test_what_a_tool_saves_has_the_dtypes_that_the_checkpoint_has(tmp_path: Path, doors: Doors) -> None:
+    """A model computes in float32 on the CPU."""
+    with open_doors(doors):
+        model, _ = utils.load_model(DEMO)
+        utils.save_model(tmp_path, model)
+    before, after = (
+        {name: each.dtype for name, each in mx.load(str(folder / "model.safetensors")).items()}
+        for folder in (DEMO, tmp_path)
+    )
+    assert after == before
+
+
 def test_a_dense_model_goes_to_mlx_lm_with_one_notice(tmp_path: Path, doors: Doors, told: list[str]) -> None:
     folder = write_dense(tmp_path / "dense")
     want, _ = utils.load_model(folder)

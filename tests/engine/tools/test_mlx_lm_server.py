@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from dense_checkpoint import DEMO, write_dense
 from mlx_experts import generate, load, trace
 from mlx_experts.engine.loading import warm_up as warming
 from mlx_experts.engine.tools.mlx_lm_tools import run_tool
+from mlx_experts.registry.errors import CheckpointError
 
 PROMPT = "A mixture-of-experts model"
 Ask = Callable[..., str]
@@ -107,6 +109,30 @@ def test_a_dense_draft_model_and_a_request_for_a_dense_model_are_served(
 
     told = serve(["--model", str(DEMO), "--draft-model", dense, "--port", "0"], use)
     assert sum("a dense model" in text for text in told) >= 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_whose_first_model_cannot_be_loaded_ends_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """mlx-lm's listens on, without its thread of generation."""
+    server = import_module("mlx_lm.server")
+    before = server.ModelProvider.load_default
+
+    def listens(host: str, port: int, generator: Any) -> None:
+        try:
+            for _ in range(600):
+                time.sleep(0.1)
+        except KeyboardInterrupt:
+            generator.stop_and_join()
+            return
+        raise AssertionError("nobody ended it")
+
+    monkeypatch.setattr(server, "_run_http_server", listens)
+    arguments = ["--model", str(DEMO), "--adapter-path", str(tmp_path / "adapters"), "--port", "0"]
+    with pytest.raises(CheckpointError, match="no folder of adapters"):
+        run_tool("server", arguments, tell=lambda text: None)
+    assert server.ModelProvider.load_default is before
 
 
 def test_a_request_for_a_model_that_is_refused_fails_alone(
