@@ -188,6 +188,8 @@ def check_names(name: str, catalog: Catalog) -> None:
         assert row in entry.model_types, f"{row} is no model type of {name}"
     for row in own.get("classes", ()):
         assert row in entry.architectures, f"{row} is no architecture of {name}"
+    for config in own.get("configs", ()):
+        assert catalog.for_config(config).family == name, f"{config} is another family's"
     for model_type, classes in architectures().items():
         others = any(model_type in e.model_types for e in catalog.entries.values() if e.name != name)
         if classes & set(entry.architectures) and not others and model_type not in own.get("not_names", ()):

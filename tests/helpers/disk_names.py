@@ -23,6 +23,7 @@ from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
 from mlx_experts.engine.weights.audit import audit
 from mlx_experts.engine.weights.conversion import WeightConverter
+from mlx_experts.engine.weights.dequantize import decode_encodings
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.spec.family import Family
 
@@ -251,6 +252,29 @@ def _alike(parameters: Tensors, pattern: str) -> Tensors:
     return found
 
 
+def misread_blocks(family: Family, layout: dict[str, Any]) -> list[str]:
+    """Planes that mxfp4 stacks in a layout, 16 bytes of a group on an axis, do not give.
+
+    Raises:
+        TensorError: the checkpoint is refused.
+        QuantizationError: its planes are.
+    """
+    converter, parameters = _converter(family)
+    want, disk = dict(parameters), laid_out(parameters, **layout)
+    for name in [each for each in disk if each.endswith(tuple(layout["names"]))]:
+        packed, exponents = mx.quantize(disk.pop(name), mode="mxfp4")
+        disk[f"{name}_blocks"] = packed.view(mx.uint8).reshape(*exponents.shape, 16)
+        disk[f"{name}_scales"] = exponents
+    stacks = [n for n in want if f".{layout['tree']}." in n and n.endswith(".weight")]
+    for name in stacks:
+        want[name], want[name.replace(".weight", ".scales")] = mx.quantize(want[name], mode="mxfp4")
+    decoded = decode_encodings(
+        disk, {"quantization_config": {"quant_method": "mxfp4"}}, dense=mx.float32
+    ).weights
+    got = converter.convert(decoded).tensors
+    return [n for n, v in want.items() if n not in got or not mx.array_equal(got[n], v).item()]
+
+
 def check_spellings(family: Family) -> None:
     """Every listed spelling is read as the parameters that it was made of.
 
@@ -263,3 +287,6 @@ def check_spellings(family: Family) -> None:
     for label, spelling in {**layouts, **own.get("spellings", {})}.items():
         wrong = misread(family, spelling)
         assert not wrong, f"{label}: {wrong[:4]}"
+    for layout in own.get("blocks", ()):
+        wrong = misread_blocks(family, layout)
+        assert not wrong, f"blocks: {wrong[:4]}"
