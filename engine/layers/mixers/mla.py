@@ -136,7 +136,7 @@ class LatentAttention(Mixer):
         """As :meth:`query_latent`, of what ``q_a_proj`` gives."""
         spec, latent = self._spec, self.q_a_layernorm(raw)
         if spec.scale_q:
-            latent = latent * (self.width / spec.q_rank) ** 0.5
+            latent = latent * (self.width / latent.shape[-1]) ** 0.5
         return latent, mx.concatenate([latent, raw], axis=-1) if spec.raw_latent else latent
 
     def queries(
