@@ -9,10 +9,12 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
 from mlx_experts.engine.kernels import router_kernel
 from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
-from mlx_experts.engine.kernels.gpu.pieces import head_turns, routing, row_product, truth
+from mlx_experts.engine.kernels.gpu.pieces import delta_step, head_turns, routing, row_product, truth
+from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
@@ -57,6 +59,7 @@ def attempts(device: Device, dtype: mx.Dtype) -> Iterator[Attempt | tuple[str, D
     yield _projections(device, dtype)
     yield _output(device, dtype)
     yield _turns(device, dtype)
+    yield _delta(device, dtype)
     yield _routing(device, dtype)
 
 
@@ -183,6 +186,46 @@ def _turns(device: Device, dtype: mx.Dtype) -> Attempt:
         return made
 
     return _attempt("norm over all heads, and heads", "", dtype, piece, token, plain, wanted)
+
+
+def _delta(device: Device, dtype: mx.Dtype) -> Attempt:
+    """Half as many key heads as value heads, all 128 wide, and a convolution over four tokens."""
+    keys, values, taps = 4, 8, 4
+    channels = (2 * keys + values) * _D
+    step = DeltaStep(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=_D,
+        value_dim=_D,
+        kernel=taps,
+        by_key_head=False,
+        gate="sigmoid",
+        eps=_EPS,
+        conv=mx.random.normal((channels, taps, 1)).astype(dtype),
+        decay=mx.random.normal((values,)),
+        shift=mx.random.normal((values,)).astype(dtype),
+        norm=_weight(_D, dtype),
+    )
+    piece = delta_step.build(step, row_product.backend_of(device), device, dtype, join=True)
+    widths = (channels, values * _D, values, values)
+    token = {f"r{i}": _row(width, dtype) for i, width in enumerate(widths)}
+    token["past"] = mx.random.normal((1, taps - 1, channels)).astype(dtype)
+    token["memory"] = mx.random.normal((1, values, _D, _D))
+
+    def plain() -> list[mx.array]:
+        past = mx.concatenate([token["past"], token["r0"]], axis=1)
+        mixed = nn.silu(mx.conv1d(past, step.conv, groups=channels))
+        q, k, v = mx.split(mixed, [keys * _D, 2 * keys * _D], axis=-1)
+        q, k, v = (t.reshape(1, 1, -1, _D) for t in (q, k, v))
+        q, k = normalize_qk(q, k, inv_scale=_D**-0.5, eps=1e-6)
+        a, b = token["r3"].astype(mx.float32), token["r2"]
+        out, memory = gated_delta_update(q, k, v, a, b, step.decay, step.shift, token["memory"])
+        z = token["r1"].reshape(1, 1, values, _D).astype(mx.float32)
+        normed = mx.fast.rms_norm(out, step.norm, _EPS).astype(mx.float32)
+        return [(normed * mx.sigmoid(z)).astype(dtype).flatten(-2), past[:, 1:], memory]
+
+    wanted = truth.delta_step(step, token)
+    return _attempt("a gated delta net's token", "", dtype, piece, token, plain, wanted)
 
 
 def _routing(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine.kernels.gpu.pieces import head_turns, routing, row_product, truth
+from mlx_experts.engine.kernels.gpu.pieces import delta_step, head_turns, routing, row_product, truth
+from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
@@ -92,6 +93,48 @@ def test_packed_gate_and_what_it_opens(make_matrix):
     check(
         RowProduct(4096, (Product(make_matrix(4096, 2048)),), gate="sigmoid", residual=True, multiplier=0.3)
     )
+
+
+@pytest.mark.parametrize("first", [0, 64, 128])
+def test_the_rotated_part_of_a_head_may_begin_anywhere(first, make_matrix):
+    mx.random.seed(8)
+    heads = Heads(192, turn=Turn(frequencies(64), 64, True, first=first))
+    check(RowProduct(1536, (Product(make_matrix(1536, 24 * 192), heads, 192),), Norm(weight(1536), 1e-6)))
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("by_key_head", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "values", "dk", "dv"), [(16, 32, 128, 128), (4, 12, 64, 96), (2, 2, 256, 256)]
+)
+def test_a_gated_delta_nets_token(keys, values, dk, dv, by_key_head, dtype):
+    mx.random.seed(9)
+    channels = 2 * keys * dk + values * dv
+    step = DeltaStep(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=dk,
+        value_dim=dv,
+        kernel=4,
+        by_key_head=by_key_head,
+        gate="silu" if by_key_head else "sigmoid",
+        eps=1e-6,
+        conv=mx.random.normal((channels, 4, 1)).astype(dtype),
+        decay=mx.random.normal((values,)),
+        shift=mx.random.normal((values,)).astype(dtype),
+        norm=weight(dv, dtype),
+    )
+    assert delta_step.check(step) is None
+    piece = delta_step.build(step, row_product.backend_of("cuda"), "cuda", dtype, join=True)
+    widths = [channels + values * dv, 2 * values]
+    if not by_key_head:
+        widths = [channels, values * dv, values, values]
+    token = {f"r{i}": mx.random.normal((1, 1, width)).astype(dtype) for i, width in enumerate(widths)}
+    token["past"] = mx.random.normal((1, 3, channels)).astype(dtype)
+    token["memory"] = mx.random.normal((1, values, dv, dk))
+    got, want = run(piece, **token), truth.delta_step(step, token)
+    for name in want:
+        assert truth.distance(got[name], want[name]) < (5e-6 if name == "new_memory" else LIMITS[dtype]), name
 
 
 def test_norm_over_all_heads():

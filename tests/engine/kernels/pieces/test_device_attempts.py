@@ -43,7 +43,10 @@ def test_every_piece_and_its_plain_form_agree_with_truth(kind, request, monkeypa
         "output and residual",
         "norm over all heads, and heads",
     ]
-    assert len(names) == (5 if kind == "cuda" else 4)
+    assert names[-1] == (
+        "norm, router matrix and selection" if kind == "cuda" else "a gated delta net's token"
+    )
+    assert len(names) == (6 if kind == "cuda" else 5)
 
 
 def test_a_wrong_piece_is_noticed(monkeypatch):

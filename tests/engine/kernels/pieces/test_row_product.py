@@ -82,17 +82,20 @@ def test_widths_that_leave_lanes_idle_and_rows_that_do_not_fit_at_once(width, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("d", "dims", "interleaved", "late", "offset"),
+    ("d", "dims", "first", "interleaved", "late", "offset"),
     [
-        (64, 64, False, False, 0.0),
-        (128, 32, True, False, 1.0),
-        (80, 80, False, True, 0.0),
-        (192, 64, True, True, 0.0),
+        (64, 64, 0, False, False, 0.0),
+        (128, 32, 48, True, False, 1.0),
+        (80, 80, 0, False, True, 0.0),
+        (192, 64, 128, True, True, 0.0),
+        (96, 32, 64, False, True, 0.0),
     ],
 )
-def test_heads_are_normalised_and_turned(d, dims, interleaved, late, offset, kind, make_matrix, on_host):
+def test_heads_are_normalised_and_turned(
+    d, dims, first, interleaved, late, offset, kind, make_matrix, on_host
+):
     mx.random.seed(4)
-    turn = Turn(frequencies(dims), dims, interleaved, factor=1.2)
+    turn = Turn(frequencies(dims), dims, interleaved, factor=1.2, first=first)
     heads = [Heads(d, Norm(weight(d), 1e-6, offset), turn, late) for _ in range(2)]
     products = (
         Product(make_matrix(128, 3 * d, bias=True), heads[0], clip=1.5),
@@ -180,7 +183,7 @@ MISTAKES = {
     "a segment is skipped": ("begin += ME_SEGMENT", "begin += 2 * ME_SEGMENT"),
     "a row too few": ("lane < ME_ROWS &&", "lane < ME_ROWS - 1 &&"),
     "the pair's sign": ("second ? across : -across", "second ? -across : across"),
-    "another head's place": ("i % half_way", "i % (half_way / 2)"),
+    "another head's place": ("at % half_way", "i % (half_way / 2)"),
     "the norm's weight is left out": ("v[j] *= scale[j]", "v[j] *= 1.0f"),
 }
 
