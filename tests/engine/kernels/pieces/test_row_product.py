@@ -183,7 +183,7 @@ MISTAKES = {
     "a segment is skipped": ("begin += ME_SEGMENT", "begin += 2 * ME_SEGMENT"),
     "a row too few": ("lane < ME_ROWS &&", "lane < ME_ROWS - 1 &&"),
     "the pair's sign": ("second ? across : -across", "second ? -across : across"),
-    "another head's place": ("at % half_way", "i % (half_way / 2)"),
+    "another head's place": ("at % half_way", "at % (half_way / 2)"),
     "the norm's weight is left out": ("v[j] *= scale[j]", "v[j] *= 1.0f"),
 }
 
