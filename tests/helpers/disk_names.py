@@ -25,6 +25,7 @@ from mlx_experts.engine.weights.audit import audit
 from mlx_experts.engine.weights.conversion import WeightConverter
 from mlx_experts.engine.weights.dequantize import decode_encodings
 from mlx_experts.registry.resolve.planner import resolve
+from mlx_experts.registry.resolve.prediction import add_prediction_layer
 from mlx_experts.registry.spec.family import Family
 
 _FILE = Path(__file__).parent.parent / "data" / "disk_names.yaml"
@@ -53,11 +54,14 @@ def _converter(family: Family, given: dict[str, Any] | None = None) -> tuple[Wei
 
 
 def check_ignored(family: Family) -> None:
-    """Listed tensors are ignored, and no parameter is.
+    """Listed tensors are ignored, also with prediction layers, and no parameter is.
 
     Raises:
         AssertionError: naming the first that is not.
     """
+    for name in disk_names().get(family.family, {}).get("copies", ()):
+        plan = add_prediction_layer(resolve(family, made(family, {"num_nextn_predict_layers": 1})))
+        assert WeightConverter(plan, {}).ignored.rule(name) is not None, f"{name} is not ignored"
     wanted = disk_names().get(family.family, {}).get("ignored", ())
     if not wanted:
         return
