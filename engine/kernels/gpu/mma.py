@@ -162,10 +162,12 @@ def cut_up(request: KernelRequest, *, many: bool = False) -> CutUp:
     """The cut of launch A: small blocks, of which a multiprocessor holds several.
 
     Measured on an H200: 768 tiles want four warps each, from 1024 tiles on and for several tokens a warp a
-    tile is best, and 3584 affine tiles want two.
+    tile is best, and 3584 affine tiles want two. Several tokens' affine tiles want blocks of twelve.
     """
     tiles = row_values(request) // rows_a_tile(request)
     affine = request.up.format == "affine"
+    if many and affine and request.expert_width // rows_a_tile(request) % 12 == 0:
+        return CutUp(teams=12, split=1)
     wanted = 4 if tiles < _MANY_TILES else 2 if affine and tiles >= 2 * _MANY_TILES else 1
     split = min(1 if many else wanted, units(request.up, halves(request)))
     return CutUp(teams=1 if wanted == 4 and not many else max(1, 4 // split), split=split)
@@ -178,7 +180,7 @@ def cut_down(request: KernelRequest, *, many: bool = False) -> CutDown:
     affine = request.down.format == "affine"
     tiles, most = 1, 24 if total <= 24 else 12 if affine else 16
     if many:
-        most = 8
+        tiles, most = 2 if affine and request.down.rows % 32 == 0 else 1, 8
     elif affine and request.down.rows % 32 == 0 and request.down.rows >= 4096:
         tiles, most = 2, 16
     # Equal shares: with one warp fewer, some warp would have a unit more.
