@@ -52,6 +52,7 @@ TENSOR_CORES = {
     "two_tokens": dict(rows=2),
     "tokens_in_mxfp4": dict(rows=5, mode="mxfp4", group=32, hidden=352, width=160, top_k=4, bias=True),
     "tokens_with_a_weighed_shared_expert": dict(rows=3, shared=384, weighed=8, hidden=384, bits=8),
+    "tokens_in_blocks_of_twelve_tiles": dict(rows=3, width=96, shared=160, weighed=16, hidden=384, group=32),
     "tokens_with_a_plain_down": dict(rows=3, down=("plain", 16, 0), shared=96, weighed=16),
 }
 ROWS = {
