@@ -156,7 +156,8 @@ def read() -> Settings:
     Raises:
         SettingError: a variable cannot be read; its name, what it takes and what it holds are named.
     """
-    given = tuple(item for item in os.environ.items() if item[0].upper().startswith(PREFIX))
+    # Every decision of the dispatch comes here: only what is ours is decoded.
+    given = tuple((name, os.environ[name]) for name in os.environ if name.upper().startswith(PREFIX))
     found = _validated(given)
     if not all(folder.is_dir() for folder in found.families):
         _validated.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -24,6 +25,13 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("quick")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave out of every later garbage collection what stays until the end: modules, families and tests."""
+    gc.collect()
+    gc.freeze()
+
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -1,6 +1,7 @@
 """numba that is there and cannot start: every command works on the gather path and says what to change.
 
-numba reads its variables once, so every case is a process of its own.
+numba reads its variables once, so every case is a process of its own: it generates text as the command does, and
+then makes one call and tells what the call said.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -32,15 +34,25 @@ CASES = {
     "no threads": ({"NUMBA_NUM_THREADS": "0"}, "must be > 0", "NUMBA_NUM_THREADS"),
     "no compiler": ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT set", "NUMBA_DISABLE_JIT"),
 }
-# What each kind of call of one token says.
+GENERATE = ("generate", DEMO, "--prompt", "hi", "--max-tokens", "3", "--temp", "0", "--trace")
+# What the command prints, and then what each kind of call of one token says.
 CALL = """
 import json, sys
 {before}
+if {command!r}:
+    from mlx_experts.registry.cli.entry import main
+    sys.argv[1:] = {command!r}
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
 import mlx.core as mx
 from mlx_experts import load_model, trace
+trace.reset()
 model, _ = load_model({folder!r})
 model(mx.array([[3]]))
 rows = [(row.path, row.reason, row.note) for row in trace.snapshot()]
+print()
 print(json.dumps(rows))
 """
 
@@ -62,15 +74,25 @@ def _main(*arguments: str) -> tuple[str, ...]:
 
 
 def _rows(variables: dict[str, str], before: str = "") -> list[Any]:
-    ran = _ran(variables, "-c", CALL.format(before=before, folder=DEMO))
+    ran = _ran(variables, "-c", CALL.format(before=before, command=(), folder=DEMO))
     assert ran.returncode == 0, ran.stderr
     return list(json.loads(ran.stdout))
 
 
+@cache
+def _generated(case: str | None) -> tuple[str, str, list[Any]]:
+    """What the command prints, there and as errors, and what a call after it says; without a variable for None."""
+    variables = {} if case is None else CASES[case][0]
+    ran = _ran(variables, "-c", CALL.format(before="", command=GENERATE, folder=DEMO))
+    assert ran.returncode == 0, ran.stderr
+    printed, _, rows = ran.stdout.strip().rpartition("\n")
+    return printed, ran.stderr, list(json.loads(rows))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_call_is_gathered_and_names_what_numba_said_and_the_variable(case: str) -> None:
-    variables, said, variable = CASES[case]
-    rows = _rows(variables)
+    _, said, variable = CASES[case]
+    *_, rows = _generated(case)
     assert rows
     for path, reason, note in rows:
         assert (path, reason) == ("gather", "numba")
@@ -96,20 +118,18 @@ def test_a_numpy_that_numba_refuses_is_gathered() -> None:
 
 
 def test_without_such_a_variable_the_call_runs_fused() -> None:
-    assert {path for path, *_ in _rows({})} == {"fused"}
+    assert {path for path, *_ in _generated(None)[2]} == {"fused"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_generate_works_and_says_why_with_trace(case: str) -> None:
-    variables, said, variable = CASES[case]
-    arguments = ("generate", DEMO, "--prompt", "hi", "--max-tokens", "3", "--temp", "0", "--trace")
-    ran, fused = _ran(variables, *_main(*arguments)), _ran({}, *_main(*arguments))
-    assert (ran.returncode, fused.returncode) == (0, 0), ran.stderr
-    said_all = " ".join((ran.stdout + ran.stderr).split())
+    _, said, variable = CASES[case]
+    (printed, errors, _), (fused, *_) = _generated(case), _generated(None)
+    said_all = " ".join((printed + errors).split())
     assert "gather" in said_all
     assert said in said_all
     assert variable in said_all
-    assert ran.stdout.splitlines()[0] == fused.stdout.splitlines()[0]
+    assert printed.splitlines()[0] == fused.splitlines()[0]
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
