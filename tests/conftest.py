@@ -8,7 +8,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -27,10 +27,16 @@ settings.register_profile(
 settings.load_profile("quick")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave out of every later garbage collection what stays until the end: modules, families and tests."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave out of every garbage collection what stays until the end: modules, families and tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

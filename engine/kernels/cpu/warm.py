@@ -4,7 +4,8 @@ numba compiles one function at a time in a process and keeps its code on disk. W
 machine would wait for is compiled by processes beside this one, which end when their share is on disk. A
 machine on which it is there already starts none.
 
-``python -m mlx_experts.engine.kernels.cpu.warm NAME ...`` compiles the named ones.
+``python -m mlx_experts.engine.kernels.cpu.warm NAME ...`` compiles the named ones, and without a name all
+that are not on disk.
 """
 
 from __future__ import annotations
@@ -126,21 +127,27 @@ def begin(large: bool) -> None:
     if start.unavailable() is not None:
         return
     missing = [each for each in needed(large) if not each.on_disk()]
-    shares = _shares(
-        missing, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    )
-    if len(shares) < 2 or sum(each.seconds for each in missing) < WORTH:
+    if _cores() < 2 or len(missing) < 2 or sum(each.seconds for each in missing) < WORTH:
         return  # this process compiles what it calls
     start.tell_of_compiling()
-    start.WARMING.extend(
+    start.WARMING.extend(_started(missing))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _started(missing: list[Compiled]) -> list[subprocess.Popen[bytes]]:
+    """Processes that compile these functions, one a core."""
+    return [
         subprocess.Popen(
-            [sys.executable, "-m", __name__, *(each.key for each in share)],
+            [sys.executable, "-m", "mlx_experts.engine.kernels.cpu.warm", *(each.key for each in share)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for share in shares
-    )
+        for share in _shares(missing, _cores())
+    ]
 
 
 def _shares(missing: list[Compiled], processes: int) -> list[list[Compiled]]:
@@ -152,8 +159,12 @@ def _shares(missing: list[Compiled], processes: int) -> list[list[Compiled]]:
 
 
 def main(names: list[str]) -> None:
-    """Compile functions by their keys, and keep them on disk."""
+    """Compile functions by their keys, and keep them on disk; without a key, all, in several processes."""
     if start.unavailable() is not None:
+        return
+    if not names:
+        for process in _started([each for each in ALL if not each.on_disk()]):
+            process.wait()
         return
     from numba.core import sigutils
 

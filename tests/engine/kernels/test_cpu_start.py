@@ -1,7 +1,7 @@
 """numba that is there and cannot start: every command works on the gather path and says what to change.
 
-numba reads its variables once, so every case is a process of its own: it generates text as the command does, and
-then makes one call and tells what the call said.
+numba reads its variables once, so every case is a process of its own: it generates text as the command does,
+and then makes one call and tells what the call said.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _rows(variables: dict[str, str], before: str = "") -> list[Any]:
 
 @cache
 def _generated(case: str | None) -> tuple[str, str, list[Any]]:
-    """What the command prints, there and as errors, and what a call after it says; without a variable for None."""
+    """What the command prints, what it prints as errors, and what a call after it says. None sets nothing."""
     variables = {} if case is None else CASES[case][0]
     ran = _ran(variables, "-c", CALL.format(before="", command=GENERATE, folder=DEMO))
     assert ran.returncode == 0, ran.stderr
