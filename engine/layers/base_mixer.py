@@ -58,12 +58,12 @@ class RecurrentMixer(Mixer):
     @property
     def inputs(self) -> tuple[str, ...]:
         """Paths of the linear layers that read the mixer's input."""
-        raise NotImplementedError
+        return ("in_proj",)
 
     @property
     def output(self) -> str:
         """Path of the linear layer that makes what is added to the stream."""
-        raise NotImplementedError
+        return "out_proj"
 
     def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
         """What the output layer reads, [B, L, E].

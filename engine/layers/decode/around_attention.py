@@ -15,11 +15,11 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.kernels.expert_weights import Stack
-from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.pieces import head_turns, row_product
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention, query_temperature
+from mlx_experts.engine.layers.decode.branch import MixerBranch
 from mlx_experts.engine.layers.decode.matrices import dense, launched, norm_of, on_gpu, unread
 from mlx_experts.engine.layers.decode.steps import Call, Pure, Run, Values
 from mlx_experts.engine.layers.decode.watched import Watched
@@ -41,28 +41,13 @@ class AroundAttention:
     """The steps of one layer's attention branch.
 
     Args:
-        at: index of the layer.
-        norm: before the attention, or None.
-        attention: its module.
-        post: norm of the branch, or None.
-        factor: on the branch when it is added.
-        added: factor on the branch ``b`` of the layer before, which is not yet added; None: there is none.
-        joined: arrays of the attention that lie in one.
+        branch: the attention between its norms.
     """
 
-    def __init__(
-        self,
-        at: int,
-        norm: nn.Module | None,
-        attention: Attention,
-        post: nn.Module | None,
-        factor: float,
-        added: float | None,
-        joined: Sequence[Joined] = (),
-    ) -> None:
-        self.joined = joined
-        self.at, self.norm, self.attention, self.post = at, norm, attention, post
-        self.factor, self.added = factor, added
+    def __init__(self, branch: MixerBranch) -> None:
+        self.branch, self.at = branch, branch.at
+        self.attention: Attention = branch.mixer
+        attention = self.attention
         spec = attention._spec
         gate = spec.gate if attention._gated else None
         self.gate = gate
@@ -71,14 +56,12 @@ class AroundAttention:
     def steps(self, device: Device, dtype: mx.Dtype) -> list[Pure | Call]:
         """Before, the attention itself, after."""
         gate = ("g",) if self.gate is not None else ()
-        branch = () if self.added is None else ("b",)
-        stream = () if self.added is None else ("x",)
-        kept = [m for m in (self.norm, self.attention) if m is not None]
+        branch = self.branch
         before = Pure.of(
             "projections",
-            ("x", *branch, f"p{self.at}"),
-            (*stream, "q", "k", "v", *gate),
-            Watched(*kept, without=(self.out,)),
+            (*branch.reads, f"p{self.at}"),
+            (*branch.stream, "q", "k", "v", *gate),
+            Watched(*branch.norms, self.attention, without=(self.out,)),
             self._plain_before,
             lambda: on_gpu(device) or self._prepare_before(device, dtype),
         )
@@ -91,7 +74,7 @@ class AroundAttention:
             "output",
             ("a", *gate, "x"),
             ("x",),
-            Watched(self.attention, *([] if self.post is None else [self.post]), without=others),
+            Watched(self.attention, *branch.posts, without=others),
             self._plain_after,
             lambda: on_gpu(device) or self._prepare_after(device, dtype),
         )
@@ -119,21 +102,17 @@ class AroundAttention:
 
         return attend
 
-    def _parts(self, modules: Sequence[Any]) -> tuple[Any, Any]:
-        return (None, modules[0]) if self.norm is None else (modules[0], modules[1])
-
     def _plain_before(self, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-        norm, attention = self._parts(modules)
+        *norms, attention = modules
         offset = rest[-1][:1]
-        if self.added is not None:
-            x = x + (rest[0] if self.added == 1.0 else rest[0] * self.added)
-        n = x if norm is None else norm(x)
+        x = self.branch.summed(x, *rest)
+        n = norms[0](x) if norms else x
         q, k, v, gate = attention.bind_project()(n, None)
         if self.gate is not None and self.gate.path is not None:
             gate = find(attention, self.gate.path)(n)
         q, k = attention.bind_queries()(q, offset), attention.bind_keys()(k, offset)
         made = (q, k, attention.bind_values()(v), *(() if gate is None else (gate,)))
-        return made if self.added is None else (x, *made)
+        return self.branch.behind(x, made)
 
     def _plain_after(self, modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
         attention, *post = modules
@@ -144,9 +123,7 @@ class AroundAttention:
         else:
             # The gate's logits are made before the attention, where its input is.
             y = attention.bind_output(logits_given=True)(out, x, rest[0])
-        for norm in post:
-            y = norm(y)
-        return (x + (y if self.factor == 1.0 else y * self.factor),)
+        return self.branch.joins(x, y, post)
 
     def _heads(self, attention: Any, width: int, norm: Norm | None, turned: bool) -> Heads | None:
         qk, rope = attention._spec.qk_norm, attention._rope
@@ -207,11 +184,11 @@ class AroundAttention:
             )
         return made
 
-    def _asked(self, modules: Sequence[Any]) -> RowProduct | Decline:
-        norm, attention = self._parts(modules)
-        made = None if norm is None else norm_of(norm)
-        if norm is not None and made is None:
-            return Decline("norm", "an RMS norm", type(norm).__name__, "It runs in plain MLX.")
+    def _asked(self) -> RowProduct | Decline:
+        made = self.branch.rms_norm()
+        if isinstance(made, Decline):
+            return made
+        attention = self.attention
         rope = attention._rope
         if rope is not None and rope.fixed is None:
             return Decline("rope", "frequencies that no length changes", "others", "It runs in plain MLX.")
@@ -219,24 +196,24 @@ class AroundAttention:
         if isinstance(products, Decline):
             return products
         width = products["q"].stack.projection.cols
-        return RowProduct(width, tuple(products.values()), made, added=self.added)
+        return RowProduct(width, tuple(products.values()), made, added=self.branch.added)
 
     def _prepare_before(self, device: Device, dtype: mx.Dtype) -> Run | Decline:
         attention = self.attention
-        asked = self._asked([m for m in (self.norm, attention) if m is not None])
+        asked = self._asked()
         if isinstance(asked, Decline):
             return asked
         first, apart = _apart(asked)
         names = ("q", "k", "v", "g")
         if apart and any(p.clip is not None for p in asked.products):
             return Decline("clip", "none beside a norm over all heads", "one", "It runs in plain MLX.")
-        objection = row_product.check(first) or (head_turns.check(_rows(asked, names)) if apart else None)
-        if objection is not None:
-            return objection
+        objection = head_turns.check(_rows(asked, names)) if apart else None
+        product = objection or self.branch.launch(first, device, dtype)
+        if isinstance(product, Decline):
+            return product
         backend = row_product.backend_of(device)
-        product = row_product.build(first, backend, device, dtype, join=True).reading(self.joined)
         turns = head_turns.build(_rows(asked, names), backend, device, dtype, join=True) if apart else None
-        spec, gated, added = attention._spec, self.gate is not None, self.added
+        spec, gated, branch = attention._spec, self.gate is not None, self.branch
 
         def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
             position = rest[-1]
@@ -252,7 +229,7 @@ class AroundAttention:
                 q = q * query_temperature(spec.temperature, position[:1], 1, q.dtype)
             v = v if spec.value_scale == 1.0 else v * spec.value_scale
             result = (q, k, v, *((values["g"],) if gated else ()))
-            return result if added is None else (made["stream"], *result)
+            return branch.behind(made.get("stream", x), result)
 
         return run
 
@@ -267,39 +244,7 @@ class AroundAttention:
             gate=None if gate is None else gate.function,
             gate_width=1 if gate is None or gate.over == "element" else attention.v_head_dim,
         )
-        return output_of(asked, device, dtype, self.joined, self.post is not None, self.factor)
-
-
-def output_of(
-    asked: RowProduct,
-    device: Device,
-    dtype: mx.Dtype,
-    joined: Sequence[Joined],
-    normed: bool,
-    factor: float,
-) -> Run | Decline:
-    """The output layer and the addition to the stream: ``(a, [gate,] x)`` to ``x + factor * branch``.
-
-    Args:
-        asked: the output layer's product, without the residual.
-        normed: a norm of the branch, the second module of the piece, comes before the addition.
-    """
-    asked = replace(asked, residual=not normed, multiplier=1.0 if normed else factor)
-    objection = row_product.check(asked)
-    if objection is not None:
-        return objection
-    backend = row_product.backend_of(device)
-    product = row_product.build(asked, backend, device, dtype, join=True).reading(joined)
-
-    def run(modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
-        x = rest[-1]
-        y = launched(product, {"x": a, "gate": rest[0], "residual": x})["y0"]
-        if not normed:
-            return (y,)
-        y = modules[1](y)
-        return (x + (y if factor == 1.0 else y * factor),)
-
-    return run
+        return self.branch.output(asked, device, dtype)
 
 
 def extended(cache: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:

@@ -22,6 +22,7 @@ from mlx_experts.engine.kernels.gpu.pieces import routed_experts, routing, row_p
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Product, RowProduct
 from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.layers.decode.branch import add
 from mlx_experts.engine.layers.decode.matrices import (
     dense,
     launched,
@@ -34,13 +35,6 @@ from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.layers.module_tree import find
 from mlx_experts.engine.layers.moe import MoE
-
-
-def add(x: mx.array, rest: Sequence[mx.array], added: float | None) -> mx.array:
-    """The stream with the branch that is not yet added, the first of ``rest`` where there is one."""
-    if added is None:
-        return x
-    return x + (rest[0] if added == 1.0 else rest[0] * added)
 
 
 class AroundExperts:

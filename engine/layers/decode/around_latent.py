@@ -12,12 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.pieces import row_product
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
-from mlx_experts.engine.layers.decode.around_attention import output_of
+from mlx_experts.engine.layers.decode.branch import MixerBranch
 from mlx_experts.engine.layers.decode.matrices import dense, launched, norm_of, on_gpu, unread
 from mlx_experts.engine.layers.decode.steps import Call, Pure, Run, Values
 from mlx_experts.engine.layers.decode.watched import Watched
@@ -42,27 +41,13 @@ class AroundLatents:
     """The steps of one layer's branch of latent attention.
 
     Args:
-        at: index of the layer.
-        norm: before the mixer, or None.
-        mixer: its module.
-        post: norm of the branch, or None.
-        factor: on the branch when it is added.
-        added: factor on the branch ``b`` of the layer before, which is not yet added; None: there is none.
-        joined: arrays of the mixer that lie in one.
+        branch: the attention between its norms.
     """
 
-    def __init__(
-        self,
-        at: int,
-        norm: nn.Module | None,
-        mixer: LatentAttention,
-        post: nn.Module | None,
-        factor: float,
-        added: float | None,
-        joined: Sequence[Joined] = (),
-    ) -> None:
-        self.at, self.norm, self.mixer, self.post = at, norm, mixer, post
-        self.factor, self.added, self.joined = factor, added, joined
+    def __init__(self, branch: MixerBranch) -> None:
+        self.branch, self.at = branch, branch.at
+        self.mixer: LatentAttention = branch.mixer
+        mixer = self.mixer
         spec = mixer._spec
         self.gate = spec.gate if spec.gate is not None and spec.gate.enabled else None
         # What reads the normed row: queries, latents, and the logits of a gate.
@@ -73,15 +58,12 @@ class AroundLatents:
     def steps(self, device: Device, dtype: mx.Dtype) -> list[Pure | Call]:
         """Before, the attention itself, after."""
         gate = ("g",) if self.gate is not None else ()
-        branch, stream = ((), ()) if self.added is None else (("b",), ("x",))
-        norms = [] if self.norm is None else [self.norm]
-        posts = [] if self.post is None else [self.post]
-        up = self.mixer.unembed_out
+        branch, up = self.branch, self.mixer.unembed_out
         before = Pure.of(
             "projections",
-            ("x", *branch, f"p{self.at}"),
-            (*stream, "q", "qr", "l", "kr", *gate),
-            Watched(*norms, self.mixer, without=[self.out, up]),
+            (*branch.reads, f"p{self.at}"),
+            (*branch.stream, "q", "qr", "l", "kr", *gate),
+            Watched(*branch.norms, self.mixer, without=[self.out, up]),
             self._plain_before,
             lambda: on_gpu(device) or self._prepare_before(device, dtype),
         )
@@ -89,7 +71,7 @@ class AroundLatents:
             "output",
             ("a", *gate, "x"),
             ("x",),
-            Watched(self.mixer, *posts, without=self._others()),
+            Watched(self.mixer, *branch.posts, without=self._others()),
             self._plain_after,
             lambda: on_gpu(device) or self._prepare_after(device, dtype),
         )
@@ -119,8 +101,7 @@ class AroundLatents:
     def _plain_before(self, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
         *norms, mixer = modules
         offset = rest[-1][:1]
-        if self.added is not None:
-            x = x + (rest[0] if self.added == 1.0 else rest[0] * self.added)
+        x = self.branch.summed(x, *rest)
         n = norms[0](x) if norms else x
         rows = [find(mixer, path)(n) for path in self.inputs]
         made: tuple[mx.array, ...] = self._finish(
@@ -128,7 +109,7 @@ class AroundLatents:
             mixer.latents_of(rows[1], None, offset),
             rows[2] if len(rows) > 2 else None,
         )
-        return made if self.added is None else (x, *made)
+        return self.branch.behind(x, made)
 
     def _raised(self, row: mx.array) -> mx.array:
         """Queries from the first projection's row."""
@@ -143,10 +124,7 @@ class AroundLatents:
         if self.gate is not None:
             # A packed gate has the queries' order, [1, h, 1, v]; a projected one is a row.
             logits = rest[0].swapaxes(1, 2) if rest[0].ndim == 4 else rest[0]
-        y = mixer.output_of(mixer.unembed_out(a), logits)
-        for norm in posts:
-            y = norm(y)
-        return (rest[-1] + (y if self.factor == 1.0 else y * self.factor),)
+        return self.branch.joins(rest[-1], mixer.output_of(mixer.unembed_out(a), logits), posts)
 
     def _heads(self) -> Heads | None:
         """The rotation of queries inside the launch that makes them; None where MLX does more to them."""
@@ -161,13 +139,6 @@ class AroundLatents:
         fits = row_product.check_heads(heads, mixer.heads * heads.width) is None
         return heads if fits and heads.width % 16 == 0 and rope.dims == mixer.rope_dim else None
 
-    def _launch(self, asked: RowProduct, device: Device, dtype: mx.Dtype) -> Piece | Decline:
-        objection = row_product.check(asked)
-        if objection is not None:
-            return objection
-        backend = row_product.backend_of(device)
-        return row_product.build(asked, backend, device, dtype, join=True).reading(self.joined)
-
     def _raise(self, heads: Heads | None, device: Device, dtype: mx.Dtype) -> Piece | Decline | None:
         """The launch from a query latent to queries; None where MLX does more between the two matrices."""
         mixer, spec = self.mixer, self.mixer._spec
@@ -177,13 +148,13 @@ class AroundLatents:
         if norm is None or stack is None:
             return None
         product = Product(stack, heads, None if heads is None else heads.width)
-        return self._launch(RowProduct(stack.projection.cols, (product,), norm), device, dtype)
+        return self.branch.launch(RowProduct(stack.projection.cols, (product,), norm), device, dtype)
 
     def _prepare_before(self, device: Device, dtype: mx.Dtype) -> Run | Decline:
         mixer, spec = self.mixer, self.mixer._spec
-        norm = None if self.norm is None else norm_of(self.norm)
-        if self.norm is not None and norm is None:
-            return Decline("norm", "an RMS norm", type(self.norm).__name__, "It runs in plain MLX.")
+        branch, norm = self.branch, self.branch.rms_norm()
+        if isinstance(norm, Decline):
+            return norm
         heads = self._heads()
         products = []
         for i, path in enumerate(self.inputs):
@@ -193,14 +164,13 @@ class AroundLatents:
             own = heads if i == 0 and not spec.q_rank else None
             products.append(Product(stack, own, None if own is None else own.width))
         width = products[0].stack.projection.cols
-        first = self._launch(RowProduct(width, tuple(products), norm, added=self.added), device, dtype)
+        first = branch.launch(RowProduct(width, tuple(products), norm, added=branch.added), device, dtype)
         if isinstance(first, Decline):
             return first
         second = self._raise(heads, device, dtype)
         if isinstance(second, Decline):
             return second
         turned = heads is not None and (second is not None or not spec.q_rank)
-        added = self.added
 
         def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
             position = rest[-1]
@@ -215,7 +185,7 @@ class AroundLatents:
             else:
                 queries = mixer.queries_of(q, None, position[:1])
             made = self._finish(queries, mixer.latents_of(rows["y1"], None, position[:1]), rows.get("y2"))
-            return made if added is None else (rows["stream"], *made)
+            return branch.behind(rows.get("stream", x), made)
 
         return run
 
@@ -230,7 +200,7 @@ class AroundLatents:
             gate=None if gate is None else gate.function,
             gate_width=1 if gate is None or gate.over == "element" else mixer._spec.v_dim,
         )
-        output = output_of(asked, device, dtype, self.joined, self.post is not None, self.factor)
+        output = self.branch.output(asked, device, dtype)
         if isinstance(output, Decline):
             return output
         return lambda modules, a, *rest: output(modules, modules[0].unembed_out(a), *rest)

@@ -21,9 +21,10 @@ from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.decode import around_attention, around_latent
 from mlx_experts.engine.layers.decode.around_attention import AroundAttention
-from mlx_experts.engine.layers.decode.around_experts import AroundExperts, AroundMLP, add
+from mlx_experts.engine.layers.decode.around_experts import AroundExperts, AroundMLP
 from mlx_experts.engine.layers.decode.around_latent import AroundLatents
 from mlx_experts.engine.layers.decode.around_recurrence import AroundRecurrence, memory_names
+from mlx_experts.engine.layers.decode.branch import MixerBranch, add
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts
 from mlx_experts.engine.layers.decode.steps import TRIED, Call, Pure, Step, Values, merged
 from mlx_experts.engine.layers.decode.watched import Watched
@@ -155,8 +156,10 @@ class TokenPieces:
             kind = _around(mixer)
             if not isinstance(kind, Decline):
                 joined = self._joined(mixer)
-                around = kind(at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined)
-                self._steps += around.steps(device, dtype)
+                branch = MixerBranch(
+                    at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined
+                )
+                self._steps += kind(branch).steps(device, dtype)
                 if isinstance(mixer, RecurrentMixer):
                     self._memory[at] = memory_names(at, mixer)
                 else:

@@ -84,11 +84,6 @@ class GatedDelta(RecurrentMixer):
             return "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
         return "in_proj_qkvz", "in_proj_ba"
 
-    @property
-    def output(self) -> str:
-        """Path of the linear layer that makes what is added to the stream."""
-        return "out_proj"
-
     def _parts(self, rows: Sequence[mx.array]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """``[q, k, v]`` [B, L, C], ``z`` [B, L, h, dv], and the gates ``b`` and ``a`` [B, L, h]."""
         spec, (B, L, _) = self._spec, rows[0].shape

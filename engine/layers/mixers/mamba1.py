@@ -141,16 +141,6 @@ class Mamba1(RecurrentMixer):
         self.b_layernorm = nn.RMSNorm(spec.state, eps=eps)
         self.c_layernorm = nn.RMSNorm(spec.state, eps=eps)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Paths of the linear layers that read the mixer's input."""
-        return ("in_proj",)
-
-    @property
-    def output(self) -> str:
-        """Path of the linear layer that makes what is added to the stream."""
-        return "out_proj"
-
     def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
         """What the output layer reads, [B, L, C]."""
         h, gate = mx.split(rows[0], 2, axis=-1)

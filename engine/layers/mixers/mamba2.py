@@ -90,16 +90,6 @@ class Mamba2(RecurrentMixer):
         # mlx-lm's Metal kernel for one token spreads a state over 32 lanes.
         self._update = ssm_update if spec.state % 32 == 0 else ssm_attn
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Paths of the linear layers that read the mixer's input."""
-        return ("in_proj",)
-
-    @property
-    def output(self) -> str:
-        """Path of the linear layer that makes what is added to the stream."""
-        return "out_proj"
-
     def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
         """What the output layer reads, [B, L, h * p]."""
         spec, (B, L, _) = self._spec, rows[0].shape

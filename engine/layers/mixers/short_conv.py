@@ -44,16 +44,6 @@ class ShortConv(RecurrentMixer):
         self.in_proj = nn.Linear(width, 3 * width, bias=spec.bias)
         self.out_proj = nn.Linear(width, width, bias=spec.bias)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Paths of the linear layers that read the mixer's input."""
-        return ("in_proj",)
-
-    @property
-    def output(self) -> str:
-        """Path of the linear layer that makes what is added to the stream."""
-        return "out_proj"
-
     def mix(self, rows: Sequence[mx.array], mask: mx.array | None, cache: Any) -> mx.array:
         """What the output layer reads, [B, L, D]."""
         b, c, h = mx.split(rows[0], 3, axis=-1)
