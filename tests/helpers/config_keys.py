@@ -256,7 +256,8 @@ def missed_stated(family: Family) -> dict[str, Any]:
     for key, value in _held(family.family).items():
         if key not in read:
             continue
-        for config in (tiny, _roomy(family, tiny)):
+        for make in (lambda: tiny, lambda: _roomy(family, tiny)):
+            config = make()
             level = config[family.text_keys[0]] if family.text_config else config
             kept = level.get(key)
             level[key] = value

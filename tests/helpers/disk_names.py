@@ -243,7 +243,9 @@ def misread(family: Family, spelling: dict[str, Any]) -> list[str]:
     got = converter.convert(kept).tensors
     audit(parameters, got).check("a spelling")
     zero = {n for n in parameters if any(re.search(each, n) for each in spelling.get("lacking", ()))}
-    return [n for n, v in parameters.items() if not mx.allclose(got[n], v * (n not in zero)).item()]
+    alike = {n: mx.allclose(got[n], v * (n not in zero)) for n, v in parameters.items()}
+    mx.eval(alike)
+    return [n for n, same in alike.items() if not same.item()]
 
 
 def _alike(parameters: Tensors, pattern: str) -> Tensors:
