@@ -51,7 +51,7 @@ FUZZERS := tests/robustness/test_fuzz_families.py tests/robustness/test_fuzz_con
 fuzz: $(STAMP)
 	EXAMPLES=$(EXAMPLES) $(BIN)/pytest --hypothesis-profile long --hypothesis-seed $(SEED) $(FUZZERS)
 
-# Every literal of every family file, changed one at a time; about an hour.
+# Every literal of every family file, changed one at a time; about half an hour.
 mutations: $(STAMP)
 	$(BIN)/python scripts/mutate_families.py
 
