@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -29,6 +28,7 @@ from mlx_experts.registry.spec.written import Written
 
 EDITOR_WORDS = "# yaml-language-server: $schema="
 """What stands before the address of a JSON Schema in the line that editors read."""
+_VARIANTS = dict[str, WrittenMixer]
 
 
 def formatted(text: str, path: Path) -> str:
@@ -61,7 +61,9 @@ def formatted(text: str, path: Path) -> str:
 
 def _comments(text: str, node: yaml.Node) -> list[tuple[int, str, bool]]:
     """Every comment: where it stands, its text, and whether it has its line to itself."""
-    plain = sorted(_scalars(node))
+    plain: list[tuple[int, int]] = []
+    _note_scalars(node, plain)
+    plain.sort()
     found = []
     for line in re.finditer(r"[^\n]+", text):
         for match in re.finditer("#", line[0]):
@@ -73,17 +75,14 @@ def _comments(text: str, node: yaml.Node) -> list[tuple[int, str, bool]]:
     return found
 
 
-def _scalars(node: yaml.Node) -> Iterator[tuple[int, int]]:
-    """From where to where each key and each plain value stands."""
+def _note_scalars(node: yaml.Node, found: list[tuple[int, int]]) -> None:
+    """Add from where to where each key and each plain value stands."""
     if isinstance(node, yaml.ScalarNode):
-        yield node.start_mark.index, node.end_mark.index
-    elif isinstance(node, yaml.SequenceNode):
-        for each in node.value:
-            yield from _scalars(each)
-    else:
-        for key, value in node.value:
-            yield from _scalars(key)
-            yield from _scalars(value)
+        found.append((node.start_mark.index, node.end_mark.index))
+        return
+    for each in node.value:
+        for inner in each if isinstance(each, tuple) else (each,):
+            _note_scalars(inner, found)
 
 
 def _tree(node: yaml.Node, comments: list[tuple[int, str, bool]]) -> tuple[Node, list[str]]:
@@ -161,14 +160,16 @@ def _sorted(node: Node, kind: Any, at: tuple[str, ...]) -> None:
         return
     model = _model(kind, node.value)
     fields = _fields(model)
-    first = () if at == () else (EXTENDS, INSIDE) if at == STEPS else (EXTENDS,)
-    order = {key: i for i, key in enumerate((*first, *fields))}
+    order = _order(model, () if at == () else (EXTENDS, INSIDE) if at == STEPS else (EXTENDS,))
     node.value = dict(sorted(node.value.items(), key=lambda item: order.get(item[0], len(order))))
+    mapping = get_origin(kind) is dict
     for key, each in node.value.items():
-        inner = fields.get(key, kind if get_origin(kind) is dict else Any)
+        if isinstance(each.value, str):
+            continue
+        inner = fields.get(key, kind if mapping else Any)
         if at == () and key == "variants":
-            inner = dict[str, WrittenMixer]
-        elif model is None and get_origin(kind) is dict:
+            inner = _VARIANTS
+        elif model is None and mapping:
             inner = get_args(kind)[1]
         _sorted(each, inner, (*at, key))
     if model is not None and issubclass(model, Spec) and node.value.keys() == {model.alone}:
@@ -282,7 +283,23 @@ def _has_key(kind: Any, value: dict[str, Node]) -> bool:
 
 
 @functools.cache
+def _order(model: type[BaseModel] | None, first: tuple[str, ...]) -> dict[str, int]:
+    """The place of each key of a section, with ``first`` before its own."""
+    return {key: i for i, key in enumerate((*first, *_fields(model)))}
+
+
 def _models(kind: Any) -> tuple[type[BaseModel], ...]:
+    """The sections that a type takes."""
+    # A type's own hash goes through all of its parts. What is kept keeps its identity.
+    if id(kind) not in _MODELS:
+        _MODELS[id(kind)] = kind, _found_models(kind)
+    return _MODELS[id(kind)][1]
+
+
+_MODELS: dict[int, tuple[Any, tuple[type[BaseModel], ...]]] = {}
+
+
+def _found_models(kind: Any) -> tuple[type[BaseModel], ...]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return () if kind is Ref else (kind,)
     if get_origin(kind) is dict:

@@ -33,6 +33,8 @@ class Node:
     value: str | dict[str, Node] | list[Node]
     before: list[str] = field(default_factory=list)
     beside: str = ""
+    parts: tuple[list[str] | None] | None = field(default=None, compare=False)
+    """What :func:`_parts` has found, once lines are made of it and it changes no more."""
 
     @property
     def bare(self) -> bool:
@@ -127,6 +129,14 @@ def _parts(node: Node, *, nested: bool = False) -> list[str] | None:
     Args:
         nested: a mapping may have mappings of plain values as parts.
     """
+    if nested:
+        return _found_parts(node, nested=True)
+    if node.parts is None:
+        node.parts = (_found_parts(node, nested=False),)
+    return node.parts[0]
+
+
+def _found_parts(node: Node, *, nested: bool) -> list[str] | None:
     match node.value:
         case list(items) if items and all(_mapping(each) for each in items):
             return [

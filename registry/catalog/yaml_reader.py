@@ -47,7 +47,7 @@ def parse(text: str, path: Path) -> tuple[yaml.MappingNode, Lines]:
     try:
         node = LOADER(text).get_single_node()
         if node is not None:
-            _walk(node, (), path, lines, set())
+            _walk(node, (), str(path), lines, set())
     except yaml.YAMLError as error:
         raise not_yaml(error, path, text) from error
     except RecursionError as error:
@@ -126,39 +126,43 @@ def renumbered(lines: Lines, at: KeyPath, places: Sequence[Mapping[KeyPath, KeyP
                 lines[*at, n, *inner, *key[len(source) :]] = old[key]
 
 
-def _walk(node: yaml.Node, at: KeyPath, path: Path, lines: Lines, seen_nodes: set[int]) -> None:
-    place = f"{path}:{node.start_mark.line + 1}"
+def _walk(node: yaml.Node, at: KeyPath, file: str, lines: Lines, seen_nodes: set[int]) -> None:
+    line = node.start_mark.line + 1
     if id(node) in seen_nodes:
         raise SpecError(
             "the family file uses an anchor",
-            where=place,
+            where=f"{file}:{line}",
             expected="plain values",
             hint="write the value out where `*` stands, or share it through `extends:`",
         )
     seen_nodes.add(id(node))
     if (
-        isinstance(node, yaml.ScalarNode)
+        len(node.value) > _DIGITS
+        and isinstance(node, yaml.ScalarNode)
         and node.tag.endswith((":int", ":float"))
-        and len(node.value) > _DIGITS
     ):
         raise SpecError(
             "a number is too long",
-            where=place,
+            where=f"{file}:{line}",
             expected=f"at most {_DIGITS} digits",
             found=node.value[:20] + "...",
         )
-    lines.setdefault(at, (str(path), node.start_mark.line + 1))
+    lines.setdefault(at, (file, line))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
-            name, place = str(key.value), f"{path}:{key.start_mark.line + 1}"
+            name, line = str(key.value), key.start_mark.line + 1
             if key.tag == "tag:yaml.org,2002:merge":
-                raise SpecError("the family file uses a merge key", where=place, hint="write the keys out")
+                raise SpecError(
+                    "the family file uses a merge key", where=f"{file}:{line}", hint="write the keys out"
+                )
             if name in seen:
-                raise SpecError("a key stands twice", where=place, found=name, hint="remove one of the two")
+                raise SpecError(
+                    "a key stands twice", where=f"{file}:{line}", found=name, hint="remove one of the two"
+                )
             seen.add(name)
-            lines[(*at, name)] = (str(path), key.start_mark.line + 1)
-            _walk(value, (*at, name), path, lines, seen_nodes)
+            lines[(*at, name)] = (file, line)
+            _walk(value, (*at, name), file, lines, seen_nodes)
     elif isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
-            _walk(item, (*at, i), path, lines, seen_nodes)
+            _walk(item, (*at, i), file, lines, seen_nodes)

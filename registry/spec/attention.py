@@ -1,7 +1,5 @@
 """How a family file describes what mixes tokens: attention with its switches, and plugins' mixers."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -126,7 +124,7 @@ class GqaSpec(Spec):
     kv_heads: Width | None = Field(None, description="Key-value heads; the size `num_kv_heads` when absent.")
     head_dim: Width | None = Field(None, description="Head width; the size `head_dim` when absent.")
     v_head_dim: Width | None = Field(None, description="Value head width; the head width when absent.")
-    names: GqaNames = Field(GqaNames(), description="Leaf names.")
+    names: GqaNames = Field(GqaNames.unchecked(), description="Leaf names.")
     qkv_bias: Annotated[Bool, FromConfig("attention_bias")] = Field(
         False, description="Biases on q, k and v."
     )

@@ -1,6 +1,6 @@
 """The part of a family file that takes mlx-lm's own model."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,7 @@ class BackboneSpec(Spec):
         return self.needs_metal and self.fallbacks is None
 
     @model_validator(mode="after")
-    def _blocks_are_replaced_or_kept(self) -> BackboneSpec:
+    def _blocks_are_replaced_or_kept(self) -> Self:
         """Either blocks are named, or why none is."""
         if bool(self.blocks) == (self.kept is not None):
             raise ValueError("state either the `blocks` that are replaced or why they are `kept`")

@@ -8,8 +8,6 @@ path moves all of its tensors (weight, scales, biases, bias, global_scale) toget
 A family file may state several operations of a kind in one step (``registry.catalog.conversion_steps``).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag

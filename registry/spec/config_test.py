@@ -1,7 +1,5 @@
 """The test on a config that tells two families of one name apart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

@@ -4,8 +4,6 @@ A family file says what a family *is*; nothing here speaks of devices, kernels o
 declared as they are when every reference is read; a family holds them as written (``registry.spec.written``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -160,7 +158,7 @@ class DenseSpec(Spec):
     path: ModulePath = Field("mlp", description="Module path in the layer.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
     width: Width | None = Field(None, description="Inner width; the size `dense_width` when absent.")
-    activation: ActivationSpec = Field(ActivationSpec(), description="Activation.")
+    activation: ActivationSpec = Field(ActivationSpec.unchecked(), description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     names: tuple[ModulePath, ModulePath, ModulePath] = Field(
         ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
@@ -270,7 +268,7 @@ class ExpertsSpec(Spec):
 
     path: ModulePath = Field("switch_mlp", description="Container, from the MoE module.")
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated (gate, up, down) or not (up, down).")
-    activation: ActivationSpec = Field(ActivationSpec(), description="Activation.")
+    activation: ActivationSpec = Field(ActivationSpec.unchecked(), description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     latent: LatentSpec | None = Field(None, description="A narrower space for the experts.")
     zero_experts: Count = Field(0, description="Router columns that return their input.")
@@ -292,7 +290,7 @@ class SharedSpec(Spec):
     kind: Literal["glu", "mlp"] = Field("glu", description="Gated or not.")
     width: Count | None = Field(None, description="Inner width; the size `expert_width` when absent.")
     count: Count = Field(1, description="The width is multiplied by this.")
-    activation: ActivationSpec = Field(ActivationSpec(), description="Activation.")
+    activation: ActivationSpec = Field(ActivationSpec.unchecked(), description="Activation.")
     bias: Bool = Field(False, description="Biases on all projections.")
     names: tuple[ModulePath, ModulePath, ModulePath] = Field(
         ("gate_proj", "up_proj", "down_proj"), description="Leaves: gate, up, down."
@@ -317,12 +315,12 @@ class MoeSpec(Spec):
     """The Mixture-of-Experts block."""
 
     path: ModulePathOrNone = Field("mlp", description="Module path in the layer.")
-    layers: Annotated[None, WrittenAs(LayerRules, (AllLayers(kind="all"),))] = Field(
+    layers: Annotated[None, WrittenAs(LayerRules, (AllLayers.unchecked(kind="all"),))] = Field(
         None, description="Which layers: the first rule whose key is present."
     )
     dense_below: int = Field(0, description="With fewer experts than this such a layer has a dense MLP.")
     router: RouterSpec = Field(description="The router.")
-    experts: ExpertsSpec = Field(ExpertsSpec(), description="The routed experts.")
+    experts: ExpertsSpec = Field(ExpertsSpec.unchecked(), description="The routed experts.")
     shared: SharedSpec | None = Field(None, description="The shared expert; null for none.")
     output_norm: ModulePath | None = Field(None, description="Leaf of a norm on the block's output.")
     output_bias: Leaf | None = Field(None, description="Leaf of a bias on the block's output.")
@@ -386,11 +384,15 @@ class Family(Spec):
         {}, description="Values with names, each put where `$name` stands; nothing else reads them."
     )
     backbone: BackboneSpec | None = Field(None, description="Build mlx-lm's model, with these MoE blocks.")
-    config: Written[SizesSpec] = Field(Written[SizesSpec](), description="Where config.json says the sizes.")
-    names: NamesSpec = Field(NamesSpec(), description="Module paths of the frame.")
-    embedding: Written[EmbeddingSpec] = Field(Written[EmbeddingSpec](), description="Token embedding.")
-    norm: Written[NormSpec] = Field(Written[NormSpec](), description="Normalisation.")
-    block: Written[BlockSpec] = Field(Written[BlockSpec](), description="The decoder layer.")
+    config: Written[SizesSpec] = Field(
+        Written[SizesSpec].unchecked(), description="Where config.json says the sizes."
+    )
+    names: NamesSpec = Field(NamesSpec.unchecked(), description="Module paths of the frame.")
+    embedding: Written[EmbeddingSpec] = Field(
+        Written[EmbeddingSpec].unchecked(), description="Token embedding."
+    )
+    norm: Written[NormSpec] = Field(Written[NormSpec].unchecked(), description="Normalisation.")
+    block: Written[BlockSpec] = Field(Written[BlockSpec].unchecked(), description="The decoder layer.")
     attention: WrittenMixer | None = Field(
         None, description="The mixer of every layer, or the base of variants."
     )
@@ -412,12 +414,12 @@ class Family(Spec):
         "leaves layers without experts.",
     )
     moe: Written[MoeSpec] = Field(description="The Mixture-of-Experts block.")
-    head: Written[HeadSpec] = Field(Written[HeadSpec](), description="Output head.")
+    head: Written[HeadSpec] = Field(Written[HeadSpec].unchecked(), description="Output head.")
     mtp: Written[PredictionSpec] | None = Field(
         None, description="Next-token prediction layers, which are kept where that is asked for."
     )
     checkpoint: Written[CheckpointSpec] = Field(
-        Written[CheckpointSpec](), description="What checkpoints may look like."
+        Written[CheckpointSpec].unchecked(), description="What checkpoints may look like."
     )
     example: dict[str, Any] = Field(
         {}, description="Config entries of the tiny model that checks build, where they cannot be guessed."

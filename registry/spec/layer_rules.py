@@ -4,8 +4,6 @@ Rules stand in a list; the first whose config key is present is used. Each is ex
 into one value per layer, so that a rule has references and no resolved form.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt

@@ -1,7 +1,5 @@
 """The `mtp` section: a layer past the last one that guesses the token after the next."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

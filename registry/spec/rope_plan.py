@@ -1,7 +1,5 @@
 """Rotary parameters of one layer, every number known."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -5,11 +5,9 @@ to config.json carries the mark :data:`REFERABLE`; ``registry.spec.written`` mak
 which a family file states it.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -68,6 +66,14 @@ class Spec(BaseModel):
                         {"key": str(key), "near": near[0] if near else "", "known": ", ".join(sorted(known))},
                     )
         return data
+
+    @classmethod
+    def unchecked(cls, **stated: Any) -> Self:
+        """The section with its defaults, and literals that need no check.
+
+        No validator is built for it: those of all defaults together would be half of a command's start.
+        """
+        return cast(Self, cls.model_construct(**stated))
 
     def check(self) -> None:
         """Hold values to each other; the form as written is held to the same.

@@ -105,12 +105,17 @@ def _field(info: FieldInfo) -> tuple[Any, Any]:
     default = said.default if said is not None else info.default
     if key is not None:
         absent = {} if default is PydanticUndefined else {"default": default}
-        default = Ref.model_validate({"from": key, **absent})
+        default = Ref.unchecked(keys=(key,), **absent)
     elif isinstance(default, Spec) and not isinstance(default, Written) and has_references(type(default)):
-        default = _written(type(default)).model_validate(
-            default.model_dump(by_alias=True, exclude_unset=True)
-        )
+        default = _as_default(default)
     return kind, Field(default, alias=info.alias, description=info.description)
+
+
+def _as_default(section: Spec) -> Spec:
+    """A section of literals as written."""
+    stated = section.model_dump(by_alias=True, exclude_unset=True)
+    kind = _written(type(section))
+    return kind.model_validate(stated) if stated else kind.unchecked()
 
 
 def _as_written(kind: Any) -> Any:
