@@ -6,7 +6,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_experts import load_model, trace
@@ -186,6 +193,22 @@ def test_adapters_run_in_the_pieces_or_beside_them(path):
     layer[leaf] = kind.from_base(layer[leaf])
     layer[leaf].lora_b = mx.random.normal(layer[leaf].lora_b.shape)
     assert both(model, model.decoder.token_pieces("cpu", mx.float32, compiled=False)) < 1e-5
+
+
+def test_a_recurrent_mixer_needs_the_memory_of_one_whole_row():
+    model = tiny("qwen3_next")
+    pieces = model.decoder.token_pieces("cpu", mx.float32, compiled=False)
+    caches = make_prompt_cache(model)
+    assert not pieces.takes(caches)
+    mx.eval(model(PROMPT, cache=caches))
+    assert pieces.takes(caches)
+    kept = [cache for cache in caches if isinstance(cache, ArraysCache)]
+    kept[-1].prepare(lengths=[3])
+    assert not pieces.takes(caches)
+    kept[-1].finalize()
+    assert pieces.takes(caches)
+    kept[-1].left_padding = mx.array([1])
+    assert not pieces.takes(caches)
 
 
 def test_a_plain_cache_gets_a_token_as_mlx_lm_writes_it():
