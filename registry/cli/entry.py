@@ -1,5 +1,6 @@
 """The entry point of both commands. It imports next to nothing, so that an interrupt is caught at once."""
 
+import gc
 import os
 import signal
 import sys
@@ -8,6 +9,9 @@ from types import FrameType
 INTERRUPTED = 130
 # Longer than it takes to tidy up after an interrupt.
 _AGAIN_AFTER = 3.0
+# What imports make stays until the end. With Python's 700, looking through it for garbage takes a sixth of
+# the time in which `generate` starts.
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -21,6 +25,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler and sys.platform != "win32":
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGALRM, _interrupt)
