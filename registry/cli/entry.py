@@ -1,5 +1,6 @@
 """The entry point of both commands. It imports next to nothing, so that an interrupt is caught at once."""
 
+import atexit
 import gc
 import os
 import signal
@@ -26,6 +27,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Run the command line and leave with its exit code."""
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    # Leaving would look for cycles in all that was imported: a tenth of the time of a short command.
+    atexit.register(gc.freeze)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler and sys.platform != "win32":
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGALRM, _interrupt)
