@@ -302,6 +302,11 @@ class SharedSpec(Spec):
     gate_bias: bool = Field(False, description="Whether that projection has a bias.")
     enabled: Bool = Field(True, description="Whether it exists; without width there is none either.")
 
+    def check(self) -> None:
+        """What is mixed in has a projection that says how much of it."""
+        if self.combine in ("sigmoid_gate", "softmax_mix") and self.gate is None:
+            raise ValueError(f"`combine: {self.combine}` needs `gate`, the leaf of its projection")
+
     @property
     def exists(self) -> bool:
         """Whether a resolved section describes an expert at all."""

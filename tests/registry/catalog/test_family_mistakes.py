@@ -98,6 +98,12 @@ def test_a_module_path_is_names_joined_by_dots(tmp_path: Path, section: str, pat
     assert error.where == f"{tmp_path / 'my_moe.yaml'}:6"
 
 
+@pytest.mark.parametrize("combine", ["sigmoid_gate", "softmax_mix"])
+def test_a_shared_expert_that_is_mixed_in_needs_the_projection_for_it(tmp_path: Path, combine: str) -> None:
+    error = mistake(tmp_path, f"{HEAD}moe: {{shared: {{combine: {combine}, gate: null}}}}\n")
+    assert "needs `gate`" in str(error)
+
+
 def test_a_family_without_any_mixer_is_told(tmp_path: Path) -> None:
     without_variants = HEAD.replace("qwen3_moe", "mixtral")
     error = mistake(tmp_path, f"{without_variants}attention: null\nvariants: {{}}\n")
