@@ -84,12 +84,10 @@ def test_the_architecture_page_has_every_room() -> None:
         for top in ("registry", "engine", "plugins")
         for path in (ROOT / top).rglob("__init__.py")
     } - {"registry", "engine"}
-    # A room inside a room is a matter of its own page.
-    rooms = {room for room in rooms if room.count("/") < 2 or room == "engine/layers/mixers"}
-    assert rooms == set(re.findall(r"`((?:registry|engine|plugins)(?:/\w+)*)`", page)) - {
-        "registry",
-        "engine",
-    }
+    named = set(re.findall(r"`((?:registry|engine|plugins)(?:/\w+)*)`", page)) - {"registry", "engine"}
+    assert named <= rooms
+    # A room inside a room may be named; the mixers' is.
+    assert named >= {room for room in rooms if room.count("/") < 2 or room == "engine/layers/mixers"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
