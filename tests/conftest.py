@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import threading
 from collections.abc import Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell that starts the tests in the background lets them ignore interrupts, and so every process of theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every run tries the same few examples; `make fuzz` goes looking for new ones.
 settings.register_profile("quick", max_examples=100, deadline=None, derandomize=True)
