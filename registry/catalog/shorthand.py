@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from mlx_experts.registry.catalog.conversion_steps import STEPS, one_by_one
-from mlx_experts.registry.catalog.yaml_reader import LOADER, KeyPath, Lines, renumbered
+from mlx_experts.registry.catalog.yaml_reader import LOADER, KeyPath, Lines, read_value, renumbered
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.spec.values import is_reference
 
@@ -201,7 +201,9 @@ class _Writer:
         stated: dict[str, Any] = {"from": match[2].split(" or ")}
         if match[1] == "outer":
             stated["outer"] = True
-        return stated if match[3] is None else {**stated, "default": yaml.load(match[3], Loader=LOADER)}
+        if match[3] is not None:
+            stated["default"] = read_value(match[3], self._where(at))
+        return stated
 
     def _where(self, at: KeyPath) -> str:
         while at and at not in self.lines:

@@ -38,7 +38,35 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         data: dict[str, Any] = LOADER("").construct_document(node)
     except yaml.YAMLError as error:
         raise not_yaml(error, path, text) from error
+    except ValueError as error:
+        # What has the form of a date and is none.
+        raise SpecError("the family file is not valid YAML", where=str(path), found=str(error)) from error
     return data, lines
+
+
+def read_value(text: str, where: str) -> Any:
+    """A value that stands inside a line.
+
+    Args:
+        where: file and line, for errors.
+
+    Raises:
+        SpecError: as :func:`read_yaml`.
+    """
+    try:
+        node = LOADER(text).get_single_node()
+        if node is None:
+            return None
+        _walk(node, (), where.rpartition(":")[0], {}, set())
+        return LOADER("").construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        what = str(error.problem) if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        raise SpecError(
+            "what stands behind `else` is no value",
+            where=where,
+            expected="a plain value of YAML",
+            found=f"{text[:40]!r}: {what}",
+        ) from error
 
 
 def parse(text: str, path: Path) -> tuple[yaml.MappingNode, Lines]:

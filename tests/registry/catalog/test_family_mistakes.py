@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,17 @@ def test_a_file_longer_than_any_family_is_refused_by_size_before_it_is_read(tmp_
             command()
         assert "50000000 bytes" in str(caught.value)
         assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["*name", "@x", "2001-99-99", "!!python/none", "9" * 60])
+def test_what_is_no_value_behind_else_is_named_with_its_line(tmp_path: Path, value: str) -> None:
+    error = mistake(tmp_path, HEAD + f"moe:\n  router:\n    scale: 'config.a else {value}'\n")
+    assert re.search(r"\.yaml:\d+", str(error))
+    assert "`else`" in str(error) or "too long" in str(error)
+
+
+def test_a_date_that_is_none_is_your_error(tmp_path: Path) -> None:
+    assert "not valid YAML" in str(mistake(tmp_path, HEAD + "notes: 2001-99-99\n"))
 
 
 def test_a_reference_behind_else_is_refused_and_not_taken_for_text(tmp_path: Path) -> None:
