@@ -163,6 +163,29 @@ def test_an_interrupt_while_the_command_line_is_imported_leaves_in_silence(delay
     assert errors in ("", "interrupted; nothing half-written was kept\n")
 
 
+LOST = """
+import signal, time, weakref
+from mlx_experts.registry.cli.entry import catch_interrupts
+
+class Thing: ...
+
+catch_interrupts()
+thing = Thing()
+reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+try:
+    del thing
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_that_a_callback_swallows_comes_again_in_silence() -> None:
+    """An import leaves callbacks of weak references behind: Python prints what they raise and goes on."""
+    ran = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "interrupted\n", "")
+
+
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     code, out, err = output(capsys, *arguments, "--json")
     assert code == 0, err
