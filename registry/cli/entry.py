@@ -31,7 +31,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _lost(unraisable: "UnraisableHookArgs") -> None:
-    """Interrupt once more at once where nobody could catch the exception, as in a callback of a weak reference."""
+    """Interrupt once more where nobody could catch the exception, as in a callback of a weak reference."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SOON)
     else:

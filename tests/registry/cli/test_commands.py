@@ -182,7 +182,8 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_that_a_callback_swallows_comes_again_in_silence() -> None:
     """An import leaves callbacks of weak references behind: Python prints what they raise and goes on."""
-    ran = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, "-c", LOST]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "interrupted\n", "")
 
 
