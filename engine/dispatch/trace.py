@@ -7,6 +7,7 @@ trace does not know have never been called.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +70,31 @@ class Tally:
             if not self.count:
                 self._counted.append(self)
             self.count += 1
+
+
+class Tallies:
+    """Several tallies that count together, with one lock for all of a trace.
+
+    Args:
+        tallies: of any traces.
+    """
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, tallies: Iterable[Tally]) -> None:
+        groups: dict[int, tuple[threading.Lock, list[Tally]]] = {}
+        for tally in tallies:
+            groups.setdefault(id(tally._lock), (tally._lock, []))[1].append(tally)
+        self._groups = list(groups.values())
+
+    def add(self) -> None:
+        """Count one call of each."""
+        for lock, tallies in self._groups:
+            with lock:
+                for tally in tallies:
+                    if not tally.count:
+                        tally._counted.append(tally)
+                    tally.count += 1
 
 
 class Trace:

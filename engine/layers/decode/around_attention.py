@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.gpu.pieces import head_turns, row_product
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value, viewed
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention, query_temperature
@@ -78,7 +80,7 @@ class AroundAttention:
             self._plain_after,
             lambda: on_gpu(device) or self._prepare_after(device, dtype),
         )
-        return [before, Call(("q", "k", "v", "x"), ("a",), self._attend()), after]
+        return [before, Call(("q", "k", "v", "row"), ("a",), self._attend()), after]
 
     def _attend(self) -> Any:
         """The cache and the attention, as they are for any number of tokens."""
@@ -88,13 +90,18 @@ class AroundAttention:
         bound, wide = spec.chunk or attention.window, spec.float32
         sinks = spec.sinks if spec.sinks is not None and spec.sinks_enabled else None
 
+        usual = bound is None and not wide
+
         def attend(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
             cache, q = caches[at], values["q"]
-            mask = visible(state, values["x"], cache, bound)  # type: ignore[arg-type]
-            k, v = extended(cache, values["k"], values["v"])
-            if sinks is None and not wide:
-                values["a"] = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
+            if usual and type(cache) is KVCache:
+                # What mlx-lm's own function and mask come to here: one query sees every key.
+                k, v = extended(cache, values["k"], values["v"])
+                weight = None if sinks is None else attention[sinks].astype(q.dtype)
+                values["a"] = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=weight)
                 return
+            mask = visible(state, values["row"], cache, bound)  # type: ignore[arg-type]
+            k, v = extended(cache, values["k"], values["v"])
             q = q.astype(mx.float32) if wide else q
             weight = None if sinks is None else attention[sinks].astype(q.dtype)
             out = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask, sinks=weight)
@@ -215,7 +222,7 @@ class AroundAttention:
         turns = head_turns.build(_rows(asked, names), backend, device, dtype, join=True) if apart else None
         spec, gated, branch = attention._spec, self.gate is not None, self.branch
 
-        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             position = rest[-1]
             made = launched(product, {"x": x, "branch": rest[0], "offset": position})
             values = {name: made[f"y{i}"] for i, name in enumerate(names) if f"y{i}" in made}
@@ -226,8 +233,9 @@ class AroundAttention:
                 values |= {name.removeprefix("out_"): y for name, y in turned.items()}
             q, k, v = (values[name] for name in "qkv")
             if spec.temperature is not None and spec.temperature.enabled:
-                q = q * query_temperature(spec.temperature, position[:1], 1, q.dtype)
-            v = v if spec.value_scale == 1.0 else v * spec.value_scale
+                q = viewed(q)
+                q = q * query_temperature(spec.temperature, viewed(position)[:1], 1, q.dtype)
+            v = v if spec.value_scale == 1.0 else viewed(v) * spec.value_scale
             result = (q, k, v, *((values["g"],) if gated else ()))
             return branch.behind(made.get("stream", x), result)
 
@@ -255,11 +263,20 @@ def extended(cache: Any, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
     if type(cache) is not KVCache or cache.keys is None or cache.offset >= cache.keys.shape[2]:
         made: tuple[mx.array, mx.array] = cache.update_and_fetch(k, v)
         return made
-    keys, values, at = cache.keys, cache.values, cache.offset
-    cache.offset = end = at + 1
-    keys[:, :, at:end] = k
-    values[:, :, at:end] = v
-    return keys[:, :, :end], values[:, :, :end]
+    keys, values = cache.keys, cache.values
+    token, seen, cache.offset = _columns(cache.offset)
+    keys[token], values[token] = k, v
+    return keys[seen], values[seen]
+
+
+@lru_cache(maxsize=16)
+def _columns(at: int) -> tuple[Any, Any, int]:
+    """The index of a token's column in a cache ``[1, g, T, d]``, that of all up to it, and their number.
+
+    Every layer asks for the same ones, and an index takes Python as long as half of what it is for.
+    """
+    all_, end = slice(None), at + 1
+    return (all_, all_, slice(at, end)), (all_, all_, slice(None, end)), end
 
 
 def _apart(asked: RowProduct) -> tuple[RowProduct, bool]:

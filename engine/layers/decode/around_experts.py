@@ -19,6 +19,7 @@ from mlx_experts.engine.kernels import activations, gather
 from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair
 from mlx_experts.engine.kernels.gpu.pieces import routed_experts, routing, row_product
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value, viewed
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Product, RowProduct
 from mlx_experts.engine.kernels.request import Decline, Device
@@ -162,7 +163,7 @@ class AroundExperts:
         bias_path, after = self.router.bias_path, len(self.after)
         experts = routed_experts.build(replace(pair, joined=self.joined), route, self.router.top_k)
 
-        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             moe = self._parts(modules)[1]
             bias = find(moe, bias_path) if bias_path else None
             given: dict[str, Any] = {"x": x, "branch": rest[0] if rest else None, "bias": bias}
@@ -172,8 +173,7 @@ class AroundExperts:
                 y = norm(y)
             if self.added is None:
                 return (y,)
-            stream = dict(zip(route.outputs, route.views([routed]), strict=True))["stream"]
-            return stream, y
+            return dict(zip(route.outputs, route.values([routed]), strict=True))["stream"], y
 
         return run
 
@@ -184,8 +184,9 @@ class AroundExperts:
         if isinstance(fused, FusedPair):
             fused = replace(fused, joined=self.joined)
 
-        def run(modules: Sequence[Any], n: mx.array, i: mx.array, w: mx.array) -> tuple[mx.array, ...]:
-            y = fused(n, i, w)
+        def run(modules: Sequence[Any], n: Value, i: Value, w: Value) -> tuple[Value, ...]:
+            n = viewed(n)
+            y = fused(n, viewed(i), viewed(w))
             assert not isinstance(y, Decline)
             return (self._finish(modules, y, n, adds_shared),)
 
@@ -262,7 +263,7 @@ class AroundMLP:
             return None, modules[0], list(modules[1:])
         return modules[0], modules[1], list(modules[2:])
 
-    def _result(self, x: mx.array, y: mx.array, after: Sequence[Any]) -> tuple[mx.array, ...]:
+    def _result(self, x: Value, y: mx.array, after: Sequence[Any]) -> tuple[Value, ...]:
         for norm in after:
             y = norm(y)
         return (y,) if self.added is None else (x, y)
@@ -296,14 +297,14 @@ class AroundMLP:
             for each in (asked, asked_last)
         )
 
-        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             made = launched(first, {"x": x, **({"branch": rest[0]} if rest else {})})
-            parts = [made[f"y{i}"] for i in range(len(products))]
+            parts = [viewed(made[f"y{i}"]) for i in range(len(products))]
             if mlp.joined:
                 parts = list(mx.split(parts[0], 2, axis=-1))
             gate, up = parts if len(parts) == 2 else (None, parts[0])
             inner = activations.apply(mlp.activation, gate, up)
-            y = launched(second, {"x": inner})["y0"]
+            y = viewed(launched(second, {"x": inner})["y0"])
             return self._result(made.get("stream", x), y, self._parts(modules)[2])
 
         return run

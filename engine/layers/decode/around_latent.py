@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.kernels.gpu.pieces import row_product
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value, viewed
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
@@ -75,7 +76,7 @@ class AroundLatents:
             self._plain_after,
             lambda: on_gpu(device) or self._prepare_after(device, dtype),
         )
-        return [before, Call(("q", "qr", "l", "kr", "x"), ("a",), self._attend()), after]
+        return [before, Call(("q", "qr", "l", "kr", "row"), ("a",), self._attend()), after]
 
     def _others(self) -> list[nn.Module]:
         kept = (self.out, self.mixer.unembed_out)
@@ -86,7 +87,7 @@ class AroundLatents:
 
         def attend(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
             cache = caches[at]
-            mask = state.attention_mask(values["x"], cache, window)
+            mask = state.attention_mask(values["row"], cache, window)
             latent, key = remember(cache, values["l"], values["kr"])
             values["a"] = mixer.attend_embedded(values["q"], values["qr"], latent, key, mask)
 
@@ -172,19 +173,21 @@ class AroundLatents:
             return second
         turned = heads is not None and (second is not None or not spec.q_rank)
 
-        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             position = rest[-1]
             rows = launched(first, {"x": x, "branch": rest[0], "offset": position})
             q = rows["y0"]
             if second is not None:
                 q = launched(second, {"x": q, "offset": position})["y0"]
             elif spec.q_rank:
-                q = self._raised(q)
+                q = self._raised(viewed(q))
+            first_of = viewed(position)[:1]
             if turned:
-                queries = (*mx.split(q, [mixer.nope_dim], axis=-1), None)
+                queries = (*mx.split(viewed(q), [mixer.nope_dim], axis=-1), None)
             else:
-                queries = mixer.queries_of(q, None, position[:1])
-            made = self._finish(queries, mixer.latents_of(rows["y1"], None, position[:1]), rows.get("y2"))
+                queries = mixer.queries_of(viewed(q), None, first_of)
+            latents = mixer.latents_of(viewed(rows["y1"]), None, first_of)
+            made = self._finish(queries, latents, rows.get("y2"))
             return branch.behind(rows.get("stream", x), made)
 
         return run
@@ -203,4 +206,4 @@ class AroundLatents:
         output = self.branch.output(asked, device, dtype)
         if isinstance(output, Decline):
             return output
-        return lambda modules, a, *rest: output(modules, modules[0].unembed_out(a), *rest)
+        return lambda modules, a, *rest: output(modules, modules[0].unembed_out(viewed(a)), *rest)

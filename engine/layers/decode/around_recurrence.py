@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.gpu.pieces import delta_step, row_product
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Product, RowProduct
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.base_mixer import RecurrentMixer
@@ -102,7 +103,7 @@ class AroundRecurrence:
         if isinstance(product, Decline):
             return product
 
-        def run(modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             made = launched(product, {"x": x, "branch": rest[0] if rest else x})
             return branch.behind(made.get("stream", x), [made[f"y{i}"] for i in range(len(products))])
 
@@ -118,7 +119,7 @@ class AroundRecurrence:
         if objection is not None:
             return objection
         piece = delta_step.build(step, row_product.backend_of(device), device, dtype, join=True)
-        return lambda modules, *given: tuple(piece(*given))
+        return lambda modules, *given: tuple(piece.left(*given).values())
 
     def _prepare_after(self, device: Device, dtype: mx.Dtype) -> Run | Decline:
         stack = dense(self.out)

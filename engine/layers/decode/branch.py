@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.pieces import row_product
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value, viewed
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, RowProduct
 from mlx_experts.engine.kernels.request import Decline, Device
@@ -78,7 +79,7 @@ class MixerBranch:
         """The stream with the branch of the layer before."""
         return add(x, rest, self.added)
 
-    def behind(self, x: mx.array, made: Sequence[mx.array]) -> tuple[mx.array, ...]:
+    def behind(self, x: Value, made: Sequence[Value]) -> tuple[Value, ...]:
         """The first piece's outputs, behind the stream ``x`` where that is one."""
         return tuple(made) if self.added is None else (x, *made)
 
@@ -117,8 +118,8 @@ class MixerBranch:
         if isinstance(product, Decline):
             return product
 
-        def run(modules: Sequence[Any], a: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+        def run(modules: Sequence[Any], a: Value, *rest: Value) -> tuple[Value, ...]:
             y = launched(product, {"x": a, "gate": rest[0], "residual": rest[-1]})["y0"]
-            return self.joins(rest[-1], y, modules[1:]) if normed else (y,)
+            return self.joins(viewed(rest[-1]), viewed(y), modules[1:]) if normed else (y,)
 
         return run

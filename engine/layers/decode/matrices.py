@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.dispatch.eligibility import LIMITS
 from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm
 from mlx_experts.engine.kernels.request import Decline, Device
@@ -39,13 +39,13 @@ def on_gpu(device: Device) -> Decline | None:
     return Decline("device", "a GPU", device, "It runs in plain MLX.") if device == "cpu" else None
 
 
-def launched(piece: Piece, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The outputs of a launch by name.
+def launched(piece: Piece, given: Mapping[str, Value]) -> dict[str, Value]:
+    """The outputs of a launch by name, where it left them.
 
     Args:
         given: a call's arrays by name; those that the launch does not take are left.
     """
-    return dict(zip(piece.outputs, piece(*(given[name] for name in piece.tokens)), strict=True))
+    return piece.left(*(given[name] for name in piece.tokens))
 
 
 def norm_of(module: nn.Module) -> Norm | None:

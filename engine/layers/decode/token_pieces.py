@@ -15,8 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_experts.engine.dispatch.trace import Tally, TraceKey, trace
+from mlx_experts.engine.dispatch.trace import TraceKey, trace
 from mlx_experts.engine.kernels.gpu.joined import Joined, leaves_of
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value, filled, viewed
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.decode import around_attention, around_latent
@@ -26,7 +27,7 @@ from mlx_experts.engine.layers.decode.around_latent import AroundLatents
 from mlx_experts.engine.layers.decode.around_recurrence import AroundRecurrence, memory_names
 from mlx_experts.engine.layers.decode.branch import MixerBranch, add
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts
-from mlx_experts.engine.layers.decode.steps import TRIED, Call, Pure, Step, Values, merged
+from mlx_experts.engine.layers.decode.steps import TRIED, Call, Merged, Pure, Step, Values
 from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.mixers.mla import LatentAttention
@@ -74,7 +75,8 @@ class TokenPieces:
         compiled: bool = True,
     ) -> None:
         self._device, self._dtype, self._compiled = device, dtype, compiled
-        self._attends: list[int] = []
+        # Layers with attention, and what their position is called.
+        self._positions: list[tuple[int, str]] = []
         # Names of the memory of each recurrent mixer, by its layer.
         self._memory: dict[int, tuple[str, ...]] = {}
         self._steps: list[Step] = []
@@ -93,7 +95,7 @@ class TokenPieces:
             mx.clear_cache()
         kept = [] if norm is None else [norm]
         self._steps.append(self._last(kept, added))
-        self._run: list[Callable[..., None]] | None = None
+        self._run: Merged | None = None
 
     def _pure(
         self, name: str, reads: Sequence[str], writes: Sequence[str], modules: Sequence[Any], run: Any
@@ -163,7 +165,7 @@ class TokenPieces:
                 if isinstance(mixer, RecurrentMixer):
                     self._memory[at] = memory_names(at, mixer)
                 else:
-                    self._attends.append(at)
+                    self._positions.append((at, f"p{at}"))
                 added = None
             else:
                 self._normed(parts.pre_mixer, added)
@@ -205,22 +207,27 @@ class TokenPieces:
 
     def takes(self, caches: Sequence[Any]) -> bool:
         """Whether every attention has a cache, and every recurrent mixer a memory of one whole sequence."""
-        return all(caches[at] is not None for at in self._attends) and all(
-            _remembers(caches[at]) for at in self._memory
-        )
+        kept = [caches[at] for at, _ in self._positions]
+        return None not in kept and all(_remembers(caches[at]) for at in self._memory)
 
     def __call__(self, x: mx.array, state: ForwardState, caches: Sequence[Any]) -> mx.array:
         """A row ``[1, 1, D]`` to the normed row that the head reads; each cache is extended by the token."""
-        values: Values = {"x": x}
-        for at in self._attends:
-            values[f"p{at}"] = state.position(caches[at].offset)
+        # Masks ask for the shape of a row, which any row has.
+        values: Values = {"x": x, "row": x}
+        offset = position = None
+        for at, name in self._positions:
+            found = caches[at].offset
+            # Layers differ where one has a cache that another has not; most have one offset.
+            if position is None or found.__class__ is not int or found != offset:
+                position = state.position(found)
+                offset = found if found.__class__ is int else None
+            values[name] = position
         for at, names in self._memory.items():
             values.update(zip(names, caches[at].cache, strict=True))
         if self._run is None:
             self._first(values, state, caches)
         else:
-            for run in self._run:
-                run(values, state, caches)
+            self._run(values, state, caches)
         for at, names in self._memory.items():
             caches[at].cache = [values[name] for name in names]
             caches[at].advance(1)
@@ -230,14 +237,22 @@ class TokenPieces:
     def _first(self, values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
         """Run each piece in both forms, keep the plain form's results, and merge the steps."""
         tried: list[tuple[int, mx.array]] = []
+        # Plain values in arrays packed as launches leave them, so that each launch is tried as it will run.
+        left: dict[str, Value] = {}
         for at, step in enumerate(self._steps):
+            for name in step.writes if isinstance(step, Call) else ():
+                left.pop(name, None)
             if isinstance(step, Call):
                 step.run(values, state, caches)
                 continue
             modules, inputs = step.watched.modules, [values[name] for name in step.reads]
             made = step.plain(modules, *inputs)
+            packed: Sequence[Value] = made
             if not isinstance(step.fused, Decline):
-                tried.append((at, _distance(step, step.fused(modules, *inputs), made)))
+                got = step.fused(modules, *(left.get(name, values[name]) for name in step.reads))
+                tried.append((at, _distance(step, got, made)))
+                packed = filled(got, made)
+            left.update(zip(step.writes, packed, strict=True))
             for tally in step.tallies:
                 tally.add()
             values.update(zip(step.writes, made, strict=True))
@@ -247,7 +262,7 @@ class TokenPieces:
                 self._judge(at, distance)
         self._count()
         kept = [name for names in self._memory.values() for name in names]
-        self._run = merged(self._steps, ("h", *kept), self._compiled)
+        self._run = Merged(self._steps, ("h", *kept), self._compiled)
 
     def _judge(self, at: int, distance: float) -> None:
         step, bound = self._steps[at], _BOUNDS.get(self._dtype, 5e-2)
@@ -276,10 +291,7 @@ class TokenPieces:
             note = "; ".join(filter(None, (*words, self._notes.get(at))))
             tally = trace.piece_tally(TraceKey(self._names[at], "compiled", "1", self._device), note)
             last = self._steps[places[-1]]
-            if isinstance(last, Pure):
-                self._steps[places[-1]] = replace(last, tallies=(*last.tallies, tally))
-            else:
-                self._steps[places[-1]] = replace(last, run=_counted(last.run, tally))
+            self._steps[places[-1]] = replace(last, tallies=(*last.tallies, tally))
 
 
 def _around(mixer: Any) -> Callable[..., AroundAttention | AroundLatents | AroundRecurrence] | Decline:
@@ -298,24 +310,16 @@ def _remembers(cache: Any) -> bool:
     return all(array is not None for array in cache.cache)
 
 
-def _counted(run: Callable[..., None], tally: Tally) -> Callable[..., None]:
-    def counted(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
-        run(values, state, caches)
-        tally.add()
-
-    return counted
-
-
 def _words(step: Pure, device: Device) -> str:
     if isinstance(step.fused, Decline):
         return f"{step.name}: plain MLX, {step.fused}"
     return f"{step.name}: {device}"
 
 
-def _distance(step: Pure, got: Sequence[mx.array], want: Sequence[mx.array]) -> mx.array:
+def _distance(step: Pure, got: Sequence[Value], want: Sequence[mx.array]) -> mx.array:
     """The largest relative distance of an output."""
     apart = []
-    for g, w in zip(got, want, strict=True):
-        g, w = g.astype(mx.float32), w.astype(mx.float32)
+    for value, w in zip(got, want, strict=True):
+        g, w = viewed(value).astype(mx.float32), w.astype(mx.float32)
         apart.append(mx.linalg.norm((g - w).flatten()) / mx.maximum(mx.linalg.norm(w.flatten()), 1e-20))
     return mx.max(mx.stack(apart))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_experts.engine.kernels.gpu.pieces.piece import Constants, Output, Piece, bounded, output_text, pack
+from mlx_experts.engine.kernels.gpu.pieces.packed import Output, output_text, pack
+from mlx_experts.engine.kernels.gpu.pieces.piece import Constants, Piece, bounded
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, defines, text
 from mlx_experts.engine.kernels.request import Decline, Device
 

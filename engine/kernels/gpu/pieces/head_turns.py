@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from mlx_experts.engine.kernels.gpu.pieces.piece import Constants, Output, Piece, output_text, pack
+from mlx_experts.engine.kernels.gpu.pieces.packed import Output, output_text, pack
+from mlx_experts.engine.kernels.gpu.pieces.piece import Constants, Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, check_heads, turn_text
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, defines, text
 from mlx_experts.engine.kernels.request import Decline, Device

@@ -1,81 +1,23 @@
 """A launch together with the arrays that stay, as a function of the arrays of one token.
 
-Beside an H200, MLX's host takes about 8 µs for a launch, 1.5 µs more for each further input and 6 µs more for
-each further output. Several outputs are therefore one array, of which each is a view (2 µs), and small
-constants are one input.
+Small constants are one input, for MLX's host takes 1.5 µs for each further one beside an H200.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.gpu.joined import Joined, reading
+from mlx_experts.engine.kernels.gpu.pieces.packed import Output, Packed, PackedValue, Place, Value, viewed
 from mlx_experts.engine.kernels.gpu.source import WARP, Backend, Launch, text
 from mlx_experts.engine.kernels.request import Device
 
-# Bytes: outputs begin at multiples of it, so that they can be read in whole vectors.
-_ALIGNED = 16
-CUDA_TYPES = {
-    mx.bfloat16: "__nv_bfloat16",
-    mx.float16: "__half",
-    mx.float32: "float",
-    mx.uint32: "unsigned int",
-}
-
-
-@dataclass(frozen=True)
-class Output:
-    """One output.
-
-    Args:
-        shape: what a call returns; the memory is a row.
-    """
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def size(self) -> int:
-        """Values."""
-        return prod(self.shape)
-
-    @classmethod
-    def row(cls, size: int, dtype: mx.Dtype) -> Output:
-        """A row of values."""
-        return cls((1, 1, size), dtype)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Several outputs in one array.
-
-    Args:
-        begins: of each output, in bytes.
-        size: values of the array.
-        dtype: of the array: that of the outputs, or float32 where they are of several types.
-    """
-
-    begins: Mapping[str, int]
-    size: int
-    dtype: mx.Dtype
-
-
-def pack(outputs: Mapping[str, Output], device: Device) -> Packed | None:
-    """How outputs share an array; None for a single one, and for several types outside CUDA."""
-    dtypes = {output.dtype for output in outputs.values()}
-    if len(outputs) < 2 or (len(dtypes) > 1 and device != "cuda"):
-        return None
-    begins, at = {}, 0
-    for name, output in outputs.items():
-        begins[name] = at
-        at += -(-output.size * output.dtype.size // _ALIGNED) * _ALIGNED
-    dtype = mx.float32 if len(dtypes) > 1 else dtypes.pop()
-    return Packed(begins, at // dtype.size, dtype)
+# How a launch reads one input of a token: a type, or an array by its number and the place in it.
+_How = mx.Dtype | tuple[int, Place]
 
 
 @dataclass(eq=False)
@@ -97,7 +39,7 @@ class Piece:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._made: dict[tuple[mx.Dtype, ...], Callable[..., list[mx.array]]] = {}
+        self._made: dict[tuple[_How, ...], Callable[..., list[mx.array]]] = {}
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -120,46 +62,78 @@ class Piece:
             return [(output.shape, output.dtype) for output in self.outputs.values()]
         return [((self.packed.size,), self.packed.dtype)]
 
-    def views(self, made: Sequence[mx.array]) -> list[mx.array]:
-        """The outputs in what the launch wrote."""
+    def values(self, made: Sequence[mx.array]) -> list[Value]:
+        """The outputs where the launch left them."""
         if self.packed is None:
             return list(made)
-        views = []
-        for name, output in self.outputs.items():
-            array = made[0] if output.dtype == self.packed.dtype else made[0].view(output.dtype)
-            strides = [prod(output.shape[i + 1 :]) for i in range(len(output.shape))]
-            begin = self.packed.begins[name] // output.dtype.size
-            views.append(mx.as_strided(array, output.shape, strides, begin))
-        return views
+        return [PackedValue(made[0], place) for place in self.packed.places.values()]
 
-    def run(self, *token: mx.array) -> list[mx.array]:
-        """What the launch writes for the arrays that ``tokens`` names: one array where outputs are packed."""
-        arrays = self.arrays(*token)
-        key = tuple(array.dtype for array in arrays)
-        run = self._made.get(key)
+    def views(self, made: Sequence[mx.array]) -> list[mx.array]:
+        """The outputs in what the launch wrote."""
+        return [viewed(value) for value in self.values(made)]
+
+    def run(self, *token: Value) -> list[mx.array]:
+        """What the launch writes for what ``tokens`` names: one array where outputs are packed.
+
+        A value that lies in another launch's array is read there; several of one array are one input.
+        """
+        hows, given = _parted(token)
+        run = self._made.get(hows)
         if run is None:
+            launch, dtypes = self._finding(hows)
             memory = self.memory()
-            dtypes = [*key, *(dtype for _, dtype in memory)]
+            dtypes += [dtype for _, dtype in memory]
             shapes = [shape for shape, _ in memory]
-            run = self._made[key] = self.launch.make(self.backend, dtypes, shapes, **self.options)
-        return run(arrays)
+            run = self._made[hows] = launch.make(self.backend, dtypes, shapes, **self.options)
+        return run([*given, *self._fixed()])
+
+    def prepared(self, *token: Value) -> tuple[Launch, list[mx.array]]:
+        """The launch for these values, and all its inputs."""
+        hows, given = _parted(token)
+        return self._finding(hows)[0], [*given, *self._fixed()]
+
+    def _fixed(self) -> list[mx.array]:
+        return [array for array in self.held.values() if array is not None]
+
+    def _finding(self, hows: Sequence[_How]) -> tuple[Launch, list[mx.Dtype]]:
+        """The launch that reads its token so, and the types of its inputs."""
+        names: dict[str, mx.Dtype] = {}
+        finds = ""
+        for name, how in zip(self.tokens, hows, strict=True):
+            if isinstance(how, tuple):
+                number, place = how
+                names[f"me_packed{number}"] = place.dtype
+                finds += place.found(name, f"me_packed{number}")
+            else:
+                names[name] = how
+        held = [name for name, array in self.held.items() if array is not None]
+        launch = replace(self.launch, inputs=(*names, *held), source=finds + self.launch.source)
+        return launch, [*names.values(), *(array.dtype for array in self._fixed())]
+
+    def left(self, *token: Value) -> dict[str, Value]:
+        """The outputs by name, where the launch left them."""
+        return dict(zip(self.outputs, self.values(self.run(*token)), strict=True))
 
     def __call__(self, *token: mx.array) -> list[mx.array]:
-        """The outputs for the arrays that ``tokens`` names."""
+        """The outputs for the arrays that ``tokens`` names, each as an array of its own."""
         return self.views(self.run(*token))
 
 
-def output_text(outputs: Mapping[str, Output], packed: Packed | None) -> tuple[tuple[str, ...], str]:
-    """Names of the arrays that a launch writes, and the statements that find each output in them."""
-    if packed is None:
-        return tuple(outputs), ""
-    finds = []
-    for name, output in outputs.items():
-        place = f"out + {packed.begins[name] // packed.dtype.size}"
-        if output.dtype != packed.dtype:
-            place = f"reinterpret_cast<{CUDA_TYPES[output.dtype]}*>({place})"
-        finds.append(f"const auto {name} = {place};\n")
-    return ("out",), "".join(finds)
+def _parted(token: Sequence[Value]) -> tuple[tuple[_How, ...], list[mx.array]]:
+    """How each value of a token is read, and the arrays that hold them, each once."""
+    given: list[mx.array] = []
+    hows: list[_How] = []
+    numbers: dict[int, int] = {}
+    for value in token:
+        if isinstance(value, PackedValue):
+            if id(value.array) not in numbers:
+                numbers[id(value.array)] = len(numbers)
+                given.append(value.array)
+            hows.append((numbers[id(value.array)], value.place))
+        else:
+            given.append(value)
+            hows.append(value.dtype)
+    return tuple(hows), given
 
 
 class Constants:

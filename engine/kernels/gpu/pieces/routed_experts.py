@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.gpu.joined import reading
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
-from mlx_experts.engine.kernels.gpu.pieces.piece import CUDA_TYPES, Piece
+from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.source import Launch
 
 # The experts' launches know these outputs of the routing launch by other names.
@@ -48,11 +48,7 @@ def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], 
 def after_routing(launch: Launch, route: Piece) -> Launch:
     """A launch that finds its row, indices and weights in the routing launch's array."""
     assert route.packed is not None
-    finds, named = "", [name for name in launch.inputs if name in _NAMES]
-    for name in named:
-        source = _NAMES[name]
-        kind = CUDA_TYPES[route.outputs[source].dtype]
-        place = f"me_routed + {route.packed.begins[source] // route.packed.dtype.size}"
-        finds += f"auto {name} = reinterpret_cast<const {kind}*>({place});\n"
+    named = [name for name in launch.inputs if name in _NAMES]
+    finds = "".join(route.packed.places[_NAMES[name]].found(name, "me_routed") for name in named)
     rest = [name for name in launch.inputs if name not in named]
     return replace(launch, inputs=("me_routed", *rest), source=finds + launch.source)

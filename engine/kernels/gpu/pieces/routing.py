@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.gpu.pieces import row_product
-from mlx_experts.engine.kernels.gpu.pieces.piece import Output, Piece
+from mlx_experts.engine.kernels.gpu.pieces.packed import Output
+from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct, Text
 from mlx_experts.engine.kernels.gpu.source import Backend, text
 from mlx_experts.engine.kernels.request import Decline

@@ -14,15 +14,8 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.gpu import cuda
-from mlx_experts.engine.kernels.gpu.pieces.piece import (
-    Constants,
-    Output,
-    Piece,
-    bounded,
-    device_text,
-    output_text,
-    pack,
-)
+from mlx_experts.engine.kernels.gpu.pieces.packed import Output, output_text, pack
+from mlx_experts.engine.kernels.gpu.pieces.piece import Constants, Piece, bounded, device_text
 from mlx_experts.engine.kernels.gpu.source import (
     Backend,
     Launch,

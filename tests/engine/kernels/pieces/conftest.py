@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 
 
@@ -45,11 +46,11 @@ def on_host(request: pytest.FixtureRequest) -> Callable[..., dict[str, np.ndarra
     """Runs a piece's text on the CPU: ``run(kind, piece, token, change)``."""
 
     def run(
-        kind: str, piece: Piece, token: dict[str, mx.array], change: Callable[[str], str] = lambda t: t
+        kind: str, piece: Piece, token: dict[str, Value], change: Callable[[str], str] = lambda t: t
     ) -> dict[str, np.ndarray]:
         host: Any = request.getfixturevalue(f"host_{kind}")
-        arrays = piece.arrays(*token.values())
-        made = host.run(piece.backend, piece.launch, arrays, piece.memory(), change)
+        launch, arrays = piece.prepared(*token.values())
+        made = host.run(piece.backend, launch, arrays, piece.memory(), change)
         if piece.packed is None:
             return dict(zip(piece.outputs, made, strict=True))
         raw = [mx.array(m).astype(dtype) for m, (_, dtype) in zip(made, piece.memory(), strict=True)]

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_experts.engine.dispatch.trace import Trace, TraceKey
 from mlx_experts.engine.kernels.request import Decline
-from mlx_experts.engine.layers.decode.steps import Call, Pure, Unit, merged
+from mlx_experts.engine.layers.decode.steps import Call, Merged, Pure, Unit
 from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.versioned import Holder
@@ -37,13 +37,12 @@ def call(reads, writes):
 def test_neighbours_are_one_function_and_calls_stay_between():
     layers = [nn.Linear(4, 4) for _ in range(4)]
     steps = [product(layers[0]), product(layers[1]), call(("x",), ("y",)), product(layers[2], ("y",), ("z",))]
-    made = merged(steps, ("z",), compiled=False)
-    assert [type(each) is Unit for each in made] == [True, False, True]
-    assert made[0].outputs == ("x",)
+    made = Merged(steps, ("z",), compiled=False)
+    assert [type(each) is Unit for each in made.runs] == [True, False, True]
+    assert made.runs[0].outputs == ("x",)
     x = mx.random.normal((1, 1, 4))
     values = {"x": x}
-    for each in made:
-        each(values, STATE, [])
+    made(values, STATE, [])
     assert mx.allclose(values["z"], layers[2](layers[1](layers[0](x))))
 
 
@@ -54,7 +53,7 @@ def test_what_is_made_anew_before_it_is_read_is_not_handed_on():
         call(("a",), ("b",)),
         product(layer, ("b", "c"), ("h",)),
     ]
-    first = merged(steps, ("h",), compiled=False)[0]
+    first = Merged(steps, ("h",), compiled=False).runs[0]
     assert first.outputs == ("a", "c")
 
 
@@ -62,7 +61,7 @@ def test_what_is_made_anew_before_it_is_read_is_not_handed_on():
 @pytest.mark.parametrize("change", ["replaced", "other shape"])
 def test_weights_are_those_of_the_moment(compiled, change):
     layer = nn.Linear(4, 4)
-    (run,) = merged([product(layer)], ("x",), compiled)
+    run = Merged([product(layer)], ("x",), compiled)
     x = mx.random.normal((1, 1, 4))
     run({"x": x}, STATE, [])
     match change:
@@ -78,7 +77,7 @@ def test_weights_are_those_of_the_moment(compiled, change):
 def test_a_compiled_function_is_traced_once_for_many_tokens_and_positions():
     runs = []
     layer = nn.Linear(4, 4)
-    (run,) = merged([product(layer, ("x", "p"), runs=runs)], ("x",), compiled=True)
+    run = Merged([product(layer, ("x", "p"), runs=runs)], ("x",), compiled=True)
     for offset in range(5):
         run({"x": mx.ones((1, 1, 4)), "p": mx.array([offset] * 4)}, STATE, [])
     assert len(runs) == 1
@@ -87,7 +86,7 @@ def test_a_compiled_function_is_traced_once_for_many_tokens_and_positions():
 def test_each_call_is_counted_though_it_was_traced_once():
     trace = Trace()
     tally = trace.piece_tally(TraceKey("layers.0", "compiled", "1", "cuda"), "router: cuda")
-    (run,) = merged([product(nn.Linear(4, 4), tallies=(tally,))], ("x",), compiled=True)
+    run = Merged([product(nn.Linear(4, 4), tallies=(tally,))], ("x",), compiled=True)
     for _ in range(3):
         run({"x": mx.ones((1, 1, 4))}, STATE, [])
     (row,) = trace.pieces()
