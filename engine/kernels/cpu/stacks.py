@@ -27,6 +27,14 @@ def rows_function(projection: Projection) -> Any:
 
 
 @lru_cache(maxsize=64)
+def digits_functions(projection: Projection, tail: bool) -> tuple[Any, Any]:
+    """The split of an input into digits and the product of rows with those."""
+    from mlx_experts.engine.kernels.cpu import digits
+
+    return digits.quantise(projection), digits.rows_product(projection, tail)
+
+
+@lru_cache(maxsize=64)
 def decode_function(projection: Projection) -> Any:
     """The compiled decoder of rows."""
     from mlx_experts.engine.kernels.cpu.tiles import decode_rows
@@ -134,7 +142,7 @@ def plan(stack: Stack, activations: Activations = "float32") -> Plan:
     Args:
         activations: what inputs are multiplied as, where the format has both; see ``int8_declines``.
     """
-    from mlx_experts.engine.kernels.cpu import amx
+    from mlx_experts.engine.kernels.cpu import amx, digits
     from mlx_experts.engine.kernels.cpu.rows import blocks_of
     from mlx_experts.engine.kernels.cpu.tiles import PADDING
 
@@ -143,7 +151,11 @@ def plan(stack: Stack, activations: Activations = "float32") -> Plan:
     if activations == "int8" and int8_declines(stack, activations) is None:
         quantise, function, unit = int8_functions(_kept(p))
     else:
-        function, unit = rows_function(kind_of(p)), unit_functions(_kept(p))
+        unit = unit_functions(_kept(p))
+        if digits.takes(p):
+            quantise, function = digits_functions(kind_of(p), digits.ends_within_a_line(p))
+        else:
+            function = rows_function(kind_of(p))
     as_stored = p.format == "plain" and p.dtype == "float32" and p.cols % PADDING == 0
     decode = None if as_stored else decode_function(kind_of(p))
     blocks = blocks_of(p)
