@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from mlx_experts.engine.kernels.cpu.driver import DEPTH, _addresses, _room
 from mlx_experts.engine.kernels.cpu.numba_forms import both_forms, call_dot
-from mlx_experts.engine.kernels.cpu.tiles import PADDING
+from mlx_experts.engine.kernels.cpu.products.tiles import PADDING
 
 QUERIES = 24  # queries of a head that a task takes: whole steps of the dot products
 HIDDEN = np.float32(np.finfo(np.float32).min)  # what MLX puts in the place of a hidden logit

@@ -34,7 +34,7 @@ class Forms:
 @lru_cache(maxsize=1)
 def _edition() -> str:
     """What tells this folder's code from an earlier one: numba looks at the one file of a function only."""
-    texts = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    texts = (path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
     return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
 
 

@@ -15,13 +15,13 @@ from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.request import Activations, Decline, Projection
 
 if TYPE_CHECKING:
-    from mlx_experts.engine.kernels.cpu.amx import Functions
+    from mlx_experts.engine.kernels.cpu.products.amx import Functions
 
 
 @lru_cache(maxsize=64)
 def rows_function(projection: Projection) -> Any:
     """The compiled product of rows; a plan, which calls it by its address, holds it too."""
-    from mlx_experts.engine.kernels.cpu.rows import rows_product
+    from mlx_experts.engine.kernels.cpu.products.rows import rows_product
 
     return rows_product(projection)
 
@@ -29,7 +29,7 @@ def rows_function(projection: Projection) -> Any:
 @lru_cache(maxsize=64)
 def digits_functions(projection: Projection, tail: bool) -> tuple[Any, Any]:
     """The split of an input into digits and the product of rows with those."""
-    from mlx_experts.engine.kernels.cpu import digits
+    from mlx_experts.engine.kernels.cpu.products import digits
 
     return digits.quantise(projection), digits.rows_product(projection, tail)
 
@@ -37,7 +37,7 @@ def digits_functions(projection: Projection, tail: bool) -> tuple[Any, Any]:
 @lru_cache(maxsize=64)
 def decode_function(projection: Projection) -> Any:
     """The compiled decoder of rows."""
-    from mlx_experts.engine.kernels.cpu.tiles import decode_rows
+    from mlx_experts.engine.kernels.cpu.products.tiles import decode_rows
 
     return decode_rows(projection)
 
@@ -45,7 +45,7 @@ def decode_function(projection: Projection) -> Any:
 @lru_cache(maxsize=1)
 def dot_function() -> Any:
     """The compiled product of decoded rows with inputs."""
-    from mlx_experts.engine.kernels.cpu.tiles import dot_tile
+    from mlx_experts.engine.kernels.cpu.products.tiles import dot_tile
 
     return dot_tile()
 
@@ -53,7 +53,7 @@ def dot_function() -> Any:
 @lru_cache(maxsize=64)
 def unit_functions(projection: Projection) -> Functions | None:
     """What multiplies on the processor's matrix unit; None where it has none for the format."""
-    from mlx_experts.engine.kernels.cpu import amx
+    from mlx_experts.engine.kernels.cpu.products import amx
 
     return amx.functions(projection) if amx.available() and amx.takes(projection) else None
 
@@ -61,7 +61,8 @@ def unit_functions(projection: Projection) -> Functions | None:
 @lru_cache(maxsize=64)
 def int8_functions(projection: Projection) -> tuple[Any, Any, Functions | None]:
     """Rounding and product of rows for 8-bit inputs, and what the matrix unit does with them."""
-    from mlx_experts.engine.kernels.cpu import amx, int8, native
+    from mlx_experts.engine.kernels.cpu import native
+    from mlx_experts.engine.kernels.cpu.products import amx, int8
 
     on_unit = int8.functions(projection) if amx.available() and native.has("amx-int8") else None
     return int8.quantise(projection), int8.rows_product(projection), on_unit
@@ -71,14 +72,14 @@ def int8_declines(stack: Stack, activations: Activations) -> Decline | None:
     """Why a stack is multiplied with float32 inputs although 8-bit ones are asked for, or None."""
     if activations == "float32":
         return None
-    from mlx_experts.engine.kernels.cpu import int8
+    from mlx_experts.engine.kernels.cpu.products import int8
 
     return int8.declines(stack.projection)
 
 
 def tile_shapes() -> int:
     """The address of the shapes of the matrix unit's tiles."""
-    from mlx_experts.engine.kernels.cpu import amx
+    from mlx_experts.engine.kernels.cpu.products import amx
 
     return int(amx.configurations().ctypes.data)
 
@@ -142,9 +143,9 @@ def plan(stack: Stack, activations: Activations = "float32") -> Plan:
     Args:
         activations: what inputs are multiplied as, where the format has both; see ``int8_declines``.
     """
-    from mlx_experts.engine.kernels.cpu import amx, digits
-    from mlx_experts.engine.kernels.cpu.rows import blocks_of
-    from mlx_experts.engine.kernels.cpu.tiles import PADDING
+    from mlx_experts.engine.kernels.cpu.products import amx, digits
+    from mlx_experts.engine.kernels.cpu.products.rows import blocks_of
+    from mlx_experts.engine.kernels.cpu.products.tiles import PADDING
 
     p = stack.projection
     quantise: Any = None

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from mlx_experts.engine.kernels.cpu.amx import ROWS as HEIGHT
-from mlx_experts.engine.kernels.cpu.amx import TOKENS
 from mlx_experts.engine.kernels.cpu.driver import (
     BIAS,
     BIASES,
@@ -35,6 +33,8 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     call_unit,
     read,
 )
+from mlx_experts.engine.kernels.cpu.products.amx import ROWS as HEIGHT
+from mlx_experts.engine.kernels.cpu.products.amx import TOKENS
 
 CACHE = 1 << 20  # bytes of inputs that are kept near a core
 

@@ -106,7 +106,7 @@ def needed(large: bool) -> tuple[Compiled, ...]:
     Args:
         large: whether layers are large enough for several threads.
     """
-    from mlx_experts.engine.kernels.cpu import amx
+    from mlx_experts.engine.kernels.cpu.products import amx
 
     other = ("many_tokens",) if amx.available() else ("linear_on_unit", "experts_on_unit")
     small = {"linear", "attend"}  # beside large layers there are small ones

@@ -21,7 +21,8 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_experts.engine.kernels import activations, expert_weights, naive
-from mlx_experts.engine.kernels.cpu import amx, stacks
+from mlx_experts.engine.kernels.cpu import stacks
+from mlx_experts.engine.kernels.cpu.products import amx
 from mlx_experts.engine.kernels.gpu.launch_pair import Pair, arrays_of
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, text
 from mlx_experts.engine.kernels.request import Activation, KernelRequest

@@ -13,10 +13,11 @@ import pytest
 from mlx_experts.engine.dispatch import eligibility
 from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.kernels import activations, expert_weights, naive
-from mlx_experts.engine.kernels.cpu import amx, numba_forms, stacks, start, unit
 from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 from mlx_experts.engine.kernels.cpu import experts as cpu
-from mlx_experts.engine.kernels.cpu import rows as cpu_rows
+from mlx_experts.engine.kernels.cpu import numba_forms, stacks, start, unit
+from mlx_experts.engine.kernels.cpu.products import amx
+from mlx_experts.engine.kernels.cpu.products import rows as cpu_rows
 from mlx_experts.engine.kernels.request import Accept, Projection
 from mlx_experts.engine.tools.bench_experts import relative_rms
 

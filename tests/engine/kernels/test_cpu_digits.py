@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from mlx_experts.engine.kernels import activations, expert_weights, naive
-from mlx_experts.engine.kernels.cpu import byte_rows, digits, experts, linear, native, stacks
-from mlx_experts.engine.kernels.cpu.rows import blocks_of
+from mlx_experts.engine.kernels.cpu import experts, linear, native, stacks
+from mlx_experts.engine.kernels.cpu.products import byte_rows, digits
+from mlx_experts.engine.kernels.cpu.products.rows import blocks_of
 from mlx_experts.engine.kernels.request import Projection
 from mlx_experts.engine.tools.bench_experts import relative_rms
 

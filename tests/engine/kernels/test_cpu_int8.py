@@ -10,7 +10,8 @@ from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.linear_dispatch import LinearDispatch
 from mlx_experts.engine.dispatch.trace import linear_trace, trace
 from mlx_experts.engine.kernels import activations, expert_weights, naive
-from mlx_experts.engine.kernels.cpu import amx, experts, int8, linear, native, stacks
+from mlx_experts.engine.kernels.cpu import experts, linear, native, stacks
+from mlx_experts.engine.kernels.cpu.products import amx, int8
 from mlx_experts.engine.kernels.request import Decline, Projection
 from mlx_experts.engine.tools.bench_experts import relative_rms
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from mlx_experts.engine.kernels import expert_weights, naive
-from mlx_experts.engine.kernels.cpu import amx, driver, linear, native, stacks, start, tiles, unit
-from mlx_experts.engine.kernels.cpu import rows as cpu_rows
+from mlx_experts.engine.kernels.cpu import driver, linear, native, stacks, start, unit
+from mlx_experts.engine.kernels.cpu.products import amx, tiles
+from mlx_experts.engine.kernels.cpu.products import rows as cpu_rows
 from mlx_experts.engine.kernels.request import Decline
 
 CLOSE = {mx.float32: 1e-6, mx.bfloat16: 5e-3, mx.float16: 5e-3}

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from mlx_experts.engine.kernels.cpu import native
-from mlx_experts.engine.kernels.cpu.rows import F32, I8, I16, I32, I64, Lanes, blocks_of, prefetch
+from mlx_experts.engine.kernels.cpu.products.rows import F32, I8, I16, I32, I64, Lanes, blocks_of, prefetch
 from mlx_experts.engine.kernels.request import Projection
 
 ROWS, STEP, TOKENS, PACKED, PARTS = 32, 32, 16, 5, 3

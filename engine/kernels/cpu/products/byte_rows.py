@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from mlx_experts.engine.kernels.cpu import native
-from mlx_experts.engine.kernels.cpu.rows import (
+from mlx_experts.engine.kernels.cpu.products.rows import (
     AHEAD,
     F32,
     I8,

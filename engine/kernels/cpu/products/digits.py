@@ -13,9 +13,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from mlx_experts.engine.kernels.cpu import byte_rows, native
-from mlx_experts.engine.kernels.cpu.byte_rows import LINE, RAISED, WORDS, called, pieces_of, spread
-from mlx_experts.engine.kernels.cpu.rows import F32, I8, I32, I64, Lanes, blocks_of
+from mlx_experts.engine.kernels.cpu import native
+from mlx_experts.engine.kernels.cpu.products import byte_rows
+from mlx_experts.engine.kernels.cpu.products.byte_rows import LINE, RAISED, WORDS, called, pieces_of, spread
+from mlx_experts.engine.kernels.cpu.products.rows import F32, I8, I32, I64, Lanes, blocks_of
 from mlx_experts.engine.kernels.request import Projection
 
 DIGITS = 3

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from mlx_experts.engine.kernels.cpu import native
-from mlx_experts.engine.kernels.cpu.rows import (
+from mlx_experts.engine.kernels.cpu.products.rows import (
     F32,
     I64,
     Lanes,
