@@ -32,10 +32,13 @@ def decoded(stack: Stack, dtype: mx.Dtype) -> mx.array:
     if p.format == "plain":
         return stack.weight.astype(dtype)
     assert stack.scales is not None
+    scales, biases = stack.scales, stack.biases
+    if biases is not None and dtype == mx.float32:
+        scales, biases = scales.astype(dtype), biases.astype(dtype)  # MLX computes in their dtype
     y = mx.dequantize(
         stack.weight,
-        stack.scales,
-        stack.biases,
+        scales,
+        biases,
         group_size=p.group_size,
         bits=p.bits,
         mode=p.format,

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_experts.engine import kernels
 from mlx_experts.engine.dispatch import policy
@@ -194,18 +196,30 @@ def cast_tensors(
     """Float tensors, scales of quantised ones too, in the compute dtype, except those that stay float32.
 
     Tensors of two types would widen what they meet to float32, so None too stands for one type: the
-    checkpoint's own.
+    checkpoint's own. Where float32 is wanted, quantised matrices keep narrower scales: what they meet is
+    float32 anyway, and the CPU reads a tenth less a token.
     """
     keeps = model.cast_predicate
     wanted = activation_dtype(model, tensors, dtype)
-    return {
-        name: value.astype(wanted)
-        if mx.issubdtype(value.dtype, mx.floating)
-        and (wanted == mx.float32 or keeps(name))
-        and not name.endswith(".global_scale")
-        else value
-        for name, value in tensors.items()
-    }
+    narrow = _matrices_with_scales(model) if wanted == mx.float32 else frozenset()
+
+    def cast(name: str, value: mx.array) -> bool:
+        path, _, leaf = name.rpartition(".")
+        if not mx.issubdtype(value.dtype, mx.floating) or leaf == "global_scale":
+            return False
+        if leaf in ("scales", "biases") and path in narrow:
+            return False
+        return wanted == mx.float32 or bool(keeps(name))
+
+    return {name: value.astype(wanted) if cast(name, value) else value for name, value in tensors.items()}
+
+
+def _matrices_with_scales(model: LanguageModel) -> frozenset[str]:
+    """Paths of quantised linear layers and experts on the CPU; an embedding's rows have its scales' dtype."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return frozenset()
+    kinds = (nn.QuantizedLinear, QuantizedSwitchLinear)
+    return frozenset(path for path, module in model.named_modules() if isinstance(module, kinds))
 
 
 def activation_dtype(model: LanguageModel, tensors: Mapping[str, mx.array], dtype: str | None) -> mx.Dtype:

@@ -191,6 +191,32 @@ def test_scales_take_the_type_of_the_activations_once(name: str, asked: str | No
     assert model(lab.ids[:, :1], cache=cache).dtype == mx.bfloat16
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("stored_as", [mx.bfloat16, mx.float16])
+def test_scales_stay_narrow_beside_activations_in_float32(name: str, stored_as: mx.Dtype, lab: Any) -> None:
+    """What the CPU computes is the same to the last bit, and reads less."""
+    _, config = lab.tiny(name)
+    model = build_tiny(catalog().load(name), config)
+    stored, _ = lab.pack(lab.parameters(model), 4, 32)
+    disk = halved(stored, stored_as, stored_as)
+    from mlx_experts.engine.weights.quantization import Reader, quantize_modules
+
+    quantize_modules(model, disk, Reader({"group_size": 32, "bits": 4}, model.converter))
+    kept = cast_tensors(model, disk, "float32")
+    narrow = {n for n, v in kept.items() if v.dtype == stored_as}
+    assert narrow
+    assert all(n.endswith((".scales", ".biases")) and "embed" not in n for n in narrow)
+    assert all(v.dtype == mx.float32 for n, v in kept.items() if n.endswith("norm.weight"))
+    found = []
+    for tensors in (kept, {n: v.astype(mx.float32) if n in narrow else v for n, v in kept.items()}):
+        model.load_weights(list(tensors.items()))
+        cache = make_prompt_cache(model)
+        found.append([model(lab.ids, cache=cache), model(lab.ids[:, :1], cache=cache)])
+    for ours, wide in zip(*found, strict=True):
+        assert ours.dtype == mx.float32
+        assert mx.array_equal(ours, wide)
+
+
 @pytest.mark.report("QNT-29")
 @pytest.mark.parametrize("name", BIASED)
 def test_correction_biases_are_never_narrowed(name: str, lab: Any) -> None:
