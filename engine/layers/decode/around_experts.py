@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +36,8 @@ from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.layers.module_tree import find
 from mlx_experts.engine.layers.moe import MoE
+
+_V = TypeVar("_V")
 
 
 class AroundExperts:
@@ -263,7 +265,7 @@ class AroundMLP:
             return None, modules[0], list(modules[1:])
         return modules[0], modules[1], list(modules[2:])
 
-    def _result(self, x: Value, y: mx.array, after: Sequence[Any]) -> tuple[Value, ...]:
+    def _result(self, x: _V, y: mx.array, after: Sequence[Any]) -> tuple[_V | mx.array, ...]:
         for norm in after:
             y = norm(y)
         return (y,) if self.added is None else (x, y)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +20,8 @@ from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, RowProduct
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.decode.matrices import launched, norm_of
 from mlx_experts.engine.layers.decode.steps import Run
+
+_V = TypeVar("_V")
 
 
 def add(x: mx.array, rest: Sequence[mx.array], added: float | None) -> mx.array:
@@ -79,7 +81,7 @@ class MixerBranch:
         """The stream with the branch of the layer before."""
         return add(x, rest, self.added)
 
-    def behind(self, x: Value, made: Sequence[Value]) -> tuple[Value, ...]:
+    def behind(self, x: _V, made: Sequence[_V]) -> tuple[_V, ...]:
         """The first piece's outputs, behind the stream ``x`` where that is one."""
         return tuple(made) if self.added is None else (x, *made)
 

@@ -21,6 +21,7 @@ from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
 
 Values = dict[str, Any]
+Plain = Callable[..., tuple[mx.array, ...]]
 Run = Callable[..., tuple[Value, ...]]
 # The rule of a piece whose kernels gave something else than plain MLX.
 TRIED = "self_check"
@@ -46,7 +47,7 @@ class Pure:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     watched: Watched
-    plain: Run
+    plain: Plain
     prepare: Callable[[], Run | Decline]
     fused: Run | Decline
     tallies: tuple[Tally, ...] = ()
@@ -58,7 +59,7 @@ class Pure:
         reads: Sequence[str],
         writes: Sequence[str],
         watched: Watched,
-        plain: Run,
+        plain: Plain,
         prepare: Callable[[], Run | Decline],
         tallies: tuple[Tally, ...] = (),
     ) -> Pure:
