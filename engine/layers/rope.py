@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -112,6 +112,13 @@ class Fixed:
 
     freqs: mx.array
     factor: float
+
+    @cached_property
+    def inverse(self) -> mx.array:
+        """The angle of each pair at position 1; one array for all who ask."""
+        inverse = 1.0 / self.freqs
+        mx.eval(inverse)
+        return inverse
 
     def at(self, offset: Offset, length: int) -> tuple[mx.array, float]:
         """The same for every position."""

@@ -43,26 +43,32 @@ class Joined:
     parts: Sequence[mx.array]
 
     @classmethod
-    def of(cls, places: Sequence[tuple[dict[str, Any], str]]) -> Joined | None:
+    def of(cls, places: Sequence[tuple[dict[str, Any], str]], more: Sequence[mx.array] = ()) -> Joined | None:
         """Join the arrays at these places (a module and a name), and put views there.
 
+        The values of ``more`` lie behind them, and are found by those arrays.
         Arrays of a type that kernels do not read stay apart. Nothing is done where fewer than two are left or
         where they would be too long for one array.
         """
         found = [(holder, name, holder[name]) for holder, name in places]
         found = [(h, n, a) for h, n, a in found if a.dtype in _TYPES and a.size]
-        words = [-(-a.nbytes // _ALIGNED) * (_ALIGNED // _WORD) for _, _, a in found]
+        arrays = [*(a for _, _, a in found), *more]
+        words = [-(-a.nbytes // _ALIGNED) * (_ALIGNED // _WORD) for a in arrays]
         if len(found) < 2 or sum(words) > _MOST_WORDS:
             return None
-        whole = mx.concatenate([_words(a, count) for (_, _, a), count in zip(found, words, strict=True)])
+        whole = mx.concatenate([_words(a, count) for a, count in zip(arrays, words, strict=True)])
         mx.eval(whole)
         begins, parts, at = {}, [], 0
-        for (holder, name, array), count in zip(found, words, strict=True):
+        for (holder, name, array), count in zip(found, words[: len(found)], strict=True):
             part = whole[at : at + count].view(array.dtype)[: array.size].reshape(array.shape)
             parts.append(part)
             begins[id(part)] = at
             # Not through the module: the values are the same, so nothing has to be bound anew.
             dict.__setitem__(holder, name, part)
+            at += count
+        for array, count in zip(more, words[len(found) :], strict=True):
+            parts.append(array)
+            begins[id(array)] = at
             at += count
         mx.eval(parts)
         return cls(whole, begins, parts)

@@ -137,7 +137,7 @@ class AroundAttention:
         turn = None
         if turned and rope is not None:
             fixed = rope.fixed
-            turn = Turn(1.0 / fixed.freqs, rope.dims, rope.traditional, fixed.factor)
+            turn = Turn(fixed.inverse, rope.dims, rope.traditional, fixed.factor)
         if norm is None and turn is None:
             return None
         late = turned and qk is not None and qk.after_rope

@@ -50,6 +50,7 @@ class AroundExperts:
         shared: a shared expert that lives in the layer.
         added: factor on the branch ``b`` that is not yet added; None: there is none.
         joined: arrays of these modules that lie in one.
+        counter: of the routing launch, which may lie among them.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class AroundExperts:
         shared: nn.Module | None,
         added: float | None,
         joined: Sequence[Joined] = (),
+        counter: mx.array | None = None,
     ) -> None:
-        self.joined = joined
+        self.joined, self.counter = joined, counter
         self.norm, self.moe, self.after, self.lent, self.added = norm, moe, list(after), shared, added
         self.container = find(moe, moe.experts_path)
         self.shared = shared or (find(moe, moe._shared.path) if moe._shared is not None else None)
@@ -150,8 +152,17 @@ class AroundExperts:
         if objection is not None:
             return objection
         backend = row_product.backend_of(device)
-        built = routing.build(matrix, norm, steps, backend, dtype, added=self.added, join=True)
-        return built.reading(self.joined)
+        return routing.build(
+            matrix,
+            norm,
+            steps,
+            backend,
+            dtype,
+            added=self.added,
+            join=True,
+            joined=self.joined,
+            counter=self.counter,
+        )
 
     def _prepare_both(self, device: Device, dtype: mx.Dtype, decision: Decision) -> Run | Decline:
         """The experts read what the routing launch wrote as one array."""
@@ -295,7 +306,7 @@ class AroundMLP:
             return objection
         backend = row_product.backend_of(device)
         first, second = (
-            row_product.build(each, backend, device, dtype, join=True).reading(self.joined)
+            row_product.build(each, backend, device, dtype, join=True, joined=self.joined)
             for each in (asked, asked_last)
         )
 

@@ -135,7 +135,7 @@ class AroundLatents:
             return None
         rope, fixed = mixer._rope, mixer._rope.fixed
         assert fixed is not None
-        turn = Turn(1.0 / fixed.freqs, rope.dims, rope.traditional, fixed.factor, first=mixer.nope_dim)
+        turn = Turn(fixed.inverse, rope.dims, rope.traditional, fixed.factor, first=mixer.nope_dim)
         heads = Heads(mixer.nope_dim + mixer.rope_dim, turn=turn)
         fits = row_product.check_heads(heads, mixer.heads * heads.width) is None
         return heads if fits and heads.width % 16 == 0 and rope.dims == mixer.rope_dim else None

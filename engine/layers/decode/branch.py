@@ -105,7 +105,7 @@ class MixerBranch:
         if objection is not None:
             return objection
         backend = row_product.backend_of(device)
-        return row_product.build(asked, backend, device, dtype, join=True).reading(self.joined)
+        return row_product.build(asked, backend, device, dtype, join=True, joined=self.joined)
 
     def output(self, asked: RowProduct, device: Device, dtype: mx.Dtype) -> Run | Decline:
         """The output layer and the addition to the stream: ``(a, [gate,] x)`` to ``x + factor * branch``.

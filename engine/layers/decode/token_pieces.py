@@ -17,8 +17,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_experts.engine.dispatch.trace import TraceKey, trace
 from mlx_experts.engine.kernels.gpu.joined import Joined, leaves_of
+from mlx_experts.engine.kernels.gpu.pieces import routing
 from mlx_experts.engine.kernels.gpu.pieces.packed import Value, filled, viewed
 from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import RecurrentMixer
 from mlx_experts.engine.layers.decode import around_attention, around_latent
 from mlx_experts.engine.layers.decode.around_attention import AroundAttention
@@ -129,13 +131,13 @@ class TokenPieces:
         if norm is not None:
             self._pure("norm", ("b",), ("b",), [norm], lambda modules, b: (modules[0](b),))
 
-    def _joined(self, *modules: Any) -> list[Joined]:
-        """The arrays of some modules in one, on the device whose host counts inputs."""
+    def _joined(self, *modules: Any, more: Sequence[mx.array] = ()) -> list[Joined]:
+        """The arrays of some modules and others in one, on the device whose host counts inputs."""
         if self._device != "cuda":
             return []
         places = [p for p in leaves_of(*filter(None, modules)) if id(p[0]) not in self._seen]
         self._seen |= {id(leaf) for leaf, _ in places}
-        joined = Joined.of(places)
+        joined = Joined.of(places, more)
         if joined is None:
             return []
         self.joined.append(joined)
@@ -157,7 +159,7 @@ class TokenPieces:
             mixer = parts.mixer
             kind = _around(mixer)
             if not isinstance(kind, Decline):
-                joined = self._joined(mixer)
+                joined = self._joined(mixer, parts.pre_mixer, more=_frequencies(mixer))
                 branch = MixerBranch(
                     at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined
                 )
@@ -182,11 +184,12 @@ class TokenPieces:
         after = [norm for norm in (parts.output_norm, parts.post_mlp) if norm is not None]
         made: Sequence[Step] | Decline
         in_files = isinstance(parts.mlp, MoE) and parts.mlp.slots is not None
-        joined = [] if in_files else self._joined(parts.mlp, parts.shared)
+        counter = routing.new_counter()
+        joined = [] if in_files else self._joined(parts.mlp, parts.shared, parts.pre_mlp, more=[counter])
         if type(parts.mlp) is MLP and parts.shared is None:
             made = AroundMLP(parts.pre_mlp, parts.mlp, after, added, joined).steps(device, dtype)
         elif type(parts.mlp) is MoE:
-            blocks = AroundExperts(parts.pre_mlp, parts.mlp, after, parts.shared, added, joined)
+            blocks = AroundExperts(parts.pre_mlp, parts.mlp, after, parts.shared, added, joined, counter)
             made = blocks.steps(device, dtype)
         else:
             made = Decline("block", "experts or a dense MLP", type(parts.mlp).__name__, "It runs as it is.")
@@ -301,6 +304,12 @@ def _around(mixer: Any) -> Callable[..., AroundAttention | AroundLatents | Aroun
     if type(mixer) is LatentAttention:
         return around_latent.eligible(mixer) or AroundLatents
     return around_attention.eligible(mixer) or AroundAttention
+
+
+def _frequencies(mixer: Any) -> list[mx.array]:
+    """What a mixer's rotation reads, where no length changes it."""
+    rope = mixer._rope if isinstance(mixer, Attention | LatentAttention) else None
+    return [] if rope is None or rope.fixed is None else [rope.fixed.inverse]
 
 
 def _remembers(cache: Any) -> bool:

@@ -140,17 +140,19 @@ class Constants:
     """Small arrays that stay.
 
     Args:
-        joined: they become one float32 input, which is computed here; otherwise each is an input as it is.
+        join: they become one float32 input, which is computed here; otherwise each is an input as it is.
+        joined: what lies in one of these stays there.
     """
 
-    def __init__(self, joined: bool) -> None:
-        self._joined, self._apart = joined, dict[str, mx.array]()
+    def __init__(self, join: bool, joined: Sequence[Joined] = ()) -> None:
+        self._join, self._apart = join, dict[str, mx.array]()
+        self._lies = {place for each in joined for place in each.begins}
         self._parts: list[mx.array] = []
         self._size = 0
 
     def add(self, array: mx.array) -> str:
         """Keeps a vector and returns the C pointer to it."""
-        if not self._joined:
+        if not self._join or id(array) in self._lies:
             name = f"fixed{len(self._apart)}"
             self._apart[name] = array
             return name
@@ -165,9 +167,9 @@ class Constants:
         """The inputs. A joined one has eight values or more, as Metal's address spaces want."""
         if not self._parts:
             return self._apart
-        joined = mx.concatenate(self._parts)
-        mx.eval(joined)
-        return {"fixed": joined}
+        fixed = mx.concatenate(self._parts)
+        mx.eval(fixed)
+        return {**self._apart, "fixed": fixed}
 
 
 def device_text(device: Device) -> str:

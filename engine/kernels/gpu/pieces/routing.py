@@ -5,9 +5,12 @@ Metal orders what a launch writes only within a thread group, so the selection t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import Stack
+from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.pieces import row_product
 from mlx_experts.engine.kernels.gpu.pieces.packed import Output
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
@@ -33,6 +36,13 @@ def check(matrix: Stack, norm: Norm | None, steps: RouterSteps) -> Decline | Non
     return row_product.check(RowProduct(matrix.projection.cols, (Product(matrix),), norm))
 
 
+def new_counter() -> mx.array:
+    """Counts the blocks that have finished; each launch leaves it zero."""
+    counter = mx.zeros((_COUNTER_WORDS,), dtype=mx.uint32)
+    mx.eval(counter)
+    return counter
+
+
 def build(
     matrix: Stack,
     norm: Norm | None,
@@ -43,6 +53,8 @@ def build(
     added: float | None = None,
     logit: str = "v",
     join: bool = False,
+    joined: Sequence[Joined] = (),
+    counter: mx.array | None = None,
 ) -> Piece:
     """The launch for CUDA: outputs ``y0`` (float32 logits), ``normed``, ``chosen`` (uint32) and ``share``.
 
@@ -51,10 +63,11 @@ def build(
 
     Args:
         join: as in ``row_product.build``.
+        joined: as there.
         logit: what is done to a logit ``v``, as a C expression.
+        counter: of :func:`new_counter`, where it lies in a joined array; None makes one.
     """
-    counter = mx.zeros((_COUNTER_WORDS,), dtype=mx.uint32)
-    mx.eval(counter)
+    counter = new_counter() if counter is None else counter
     asked = RowProduct(matrix.projection.cols, (Product(matrix),), norm, added)
     how = row_product.cut(asked, "cuda")
     more = Text(
@@ -69,7 +82,7 @@ def build(
         tail=normed_text(asked, how.warps) + text("pieces/select.cu") + "{\n" + text("router.h") + "}\n",
     )
     return row_product.build(
-        asked, backend, "cuda", dtype, label="route", wide=True, join=join, how=how, more=more
+        asked, backend, "cuda", dtype, label="route", wide=True, join=join, joined=joined, how=how, more=more
     )
 
 

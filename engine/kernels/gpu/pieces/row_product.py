@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.gpu.joined import Joined
 from mlx_experts.engine.kernels.gpu.pieces.packed import Output, output_text, pack
 from mlx_experts.engine.kernels.gpu.pieces.piece import Constants, Piece, bounded, device_text
 from mlx_experts.engine.kernels.gpu.source import (
@@ -217,7 +218,8 @@ def _value_text(part: str, product: Product, constants: Constants) -> str:
     stack = product.stack
     value = bias_text(part, replace(stack.projection, bias=False), "v", "row")
     if stack.bias is not None:
-        bias = constants.add(stack.bias[stack.first : stack.first + product.rows])
+        whole = product.rows == stack.bias.size
+        bias = constants.add(stack.bias if whole else stack.bias[stack.first : stack.first + product.rows])
         value = f"({value} + me_value({bias}[row]))"
     if product.clip is not None:
         value = f"me_min(me_max({value}, {-product.clip!r}f), {product.clip!r}f)"
@@ -267,6 +269,7 @@ def build(
     label: str = "row_product",
     wide: bool = False,
     join: bool = False,
+    joined: Sequence[Joined] = (),
     how: Cut | None = None,
     more: Text | None = None,
 ) -> Piece:
@@ -279,10 +282,11 @@ def build(
         dtype: of the outputs; ``wide`` makes the products' float32.
         join: makes one array of the norms' weights, biases and frequencies. Not inside a function that MLX
             traces with the weights as its inputs.
+        joined: where the launch finds arrays that lie in one; those are not joined again.
         how: another cut than the default (for tests).
         more: inputs, outputs and text that follow the products' own.
     """
-    how, more, constants = how or cut(asked, device), more or Text(), Constants(join)
+    how, more, constants = how or cut(asked, device), more or Text(), Constants(join, joined)
     segment = min(asked.width, _SEGMENT[device])
     inputs: dict[str, mx.array | None] = {"x": None}
     inputs |= {n: None for n, on in (("branch", asked.added is not None), ("gate", asked.gate)) if on}
@@ -383,7 +387,7 @@ def build(
         groups=group,
         warps=how.warps,
     )
-    return Piece(backend, launch, inputs, outputs, packed)
+    return Piece(backend, launch, inputs, outputs, packed).reading(joined)
 
 
 def stack_part(stack: Stack, first: int, rows: int) -> Stack:

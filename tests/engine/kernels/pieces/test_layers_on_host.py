@@ -7,6 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_experts import trace
 from mlx_experts.engine.kernels.gpu import cuda
 from mlx_experts.engine.kernels.gpu.source import Launch
+from mlx_experts.engine.layers import linear
 from mlx_experts.engine.models.decoder import Decoder
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
@@ -38,6 +39,8 @@ def played(host_cuda, monkeypatch):
     monkeypatch.setattr(kind, "compile", compile_once)
     monkeypatch.setattr(Launch, "make", make)
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    # Linear layers are MLX's own there, whose arrays lie in one.
+    monkeypatch.setattr(linear, "current_device", lambda: "cuda")
     monkeypatch.setattr(cuda, "capability", lambda: None)
     return compiled
 
