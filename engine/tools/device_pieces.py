@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,7 @@ from mlx_experts.engine.kernels import router_kernel
 from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
 from mlx_experts.engine.kernels.gpu.pieces import delta_step, head_turns, routing, row_product, truth
 from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
+from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, Value, laid
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
@@ -59,6 +61,7 @@ def attempts(device: Device, dtype: mx.Dtype) -> Iterator[Attempt | tuple[str, D
     yield _projections(device, dtype)
     yield _output(device, dtype)
     yield _turns(device, dtype)
+    yield _latents(device, dtype)
     yield _delta(device, dtype)
     yield _routing(device, dtype)
 
@@ -95,7 +98,7 @@ def _attempt(
     what: str,
     dtype: mx.Dtype,
     piece: Piece,
-    token: dict[str, mx.array],
+    token: Mapping[str, Value],
     plain: Callable[[], list[mx.array]],
     wanted: dict[str, np.ndarray],
 ) -> Attempt:
@@ -163,7 +166,10 @@ def _output(device: Device, dtype: mx.Dtype) -> Attempt:
     def plain() -> list[mx.array]:
         return [token["residual"] + layer(token["x"])]
 
-    return _attempt("output and residual", "affine 8-bit", dtype, piece, token, plain, wanted)
+    # The residual lies where the projections' launch leaves it.
+    left = laid({"before": _row(_D, dtype), "residual": token["residual"]}, device)
+    given = {"x": token["x"], "residual": left["residual"]}
+    return _attempt("output and residual", "affine 8-bit", dtype, piece, given, plain, wanted)
 
 
 def _turns(device: Device, dtype: mx.Dtype) -> Attempt:
@@ -186,6 +192,34 @@ def _turns(device: Device, dtype: mx.Dtype) -> Attempt:
         return made
 
     return _attempt("norm over all heads, and heads", "", dtype, piece, token, plain, wanted)
+
+
+def _latents(device: Device, dtype: mx.Dtype) -> Attempt:
+    """A latent of 512 values and a key of 64, which are parts of one row."""
+    c, r = 512, 64
+    norm, turn = Norm(_weight(c, dtype), _EPS), Turn(1.0 / 1e4 ** (mx.arange(0, r, 2) / r), r, True)
+    rows = {"l": (Heads(c, norm), c), "kr": (Heads(r, turn=turn), r)}
+    piece = head_turns.build(rows, row_product.backend_of(device), device, dtype, join=True)
+    row = _row(c + r, dtype)
+    latent, key = row[..., :c], row[..., c:]
+    left = laid({"before": _row(_D, dtype), "row": row}, device)["row"]
+    assert isinstance(left, PackedValue)
+    token = {"l": left.part(0, c), "kr": left.part(c, r), "offset": mx.array([_POSITION] * 4, mx.int32)}
+    assert turn.inverse is not None
+    wanted = {
+        "out_l": truth.each_head(truth.wide(latent).reshape(-1), rows["l"][0]),
+        "out_kr": truth.each_head(
+            truth.wide(key).reshape(-1), rows["kr"][0], _POSITION, truth.wide(turn.inverse)
+        ),
+    }
+
+    def plain() -> list[mx.array]:
+        assert turn.inverse is not None
+        how: Any = {"traditional": True, "base": None, "scale": 1.0, "offset": _POSITION}
+        turned = mx.fast.rope(key[:, None], r, freqs=1 / turn.inverse, **how)
+        return [_norm(latent[:, None], norm), turned]
+
+    return _attempt("norm of a latent, and its key", "", dtype, piece, token, plain, wanted)
 
 
 def _delta(device: Device, dtype: mx.Dtype) -> Attempt:

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_experts.engine.kernels.gpu.pieces import row_product
-from mlx_experts.engine.kernels.gpu.pieces.packed import Value, viewed
+from mlx_experts.engine.kernels.gpu.pieces import head_turns, row_product
+from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, Value, viewed
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
@@ -93,10 +93,16 @@ class AroundLatents:
 
         return attend
 
-    def _finish(self, q: tuple[mx.array, mx.array, mx.array | None], kv: Any, logits: Any) -> Any:
-        """Queries as latents, their rotated part times the scale, latent and key, and the gate's logits."""
+    def _finish(
+        self, q: tuple[mx.array, mx.array, mx.array | None], kv: Any, logits: Any, scaled: bool = False
+    ) -> Any:
+        """Queries as latents, their rotated part times the scale, latent and key, and the gate's logits.
+
+        Args:
+            scaled: the rotated part is the product already.
+        """
         nope, rope, packed = q
-        made = (self.mixer.embed_q(nope), rope * self.mixer.scale, *kv)
+        made = (self.mixer.embed_q(nope), rope if scaled else rope * self.mixer.scale, *kv)
         return made if self.gate is None else (*made, logits if packed is None else packed)
 
     def _plain_before(self, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
@@ -128,14 +134,18 @@ class AroundLatents:
         return self.branch.joins(rest[-1], mixer.output_of(mixer.unembed_out(a), logits), posts)
 
     def _heads(self) -> Heads | None:
-        """The rotation of queries inside the launch that makes them; None where MLX does more to them."""
+        """The rotation of queries inside the launch that makes them; None where MLX does more to them.
+
+        The rotated part is what the scale of the scores multiplies, too.
+        """
         mixer, spec = self.mixer, self.mixer._spec
         scaled = spec.temperature is not None and spec.temperature.enabled
         if mixer._packed or scaled or spec.position_scale is not None or mixer._rope is None:
             return None
         rope, fixed = mixer._rope, mixer._rope.fixed
         assert fixed is not None
-        turn = Turn(fixed.inverse, rope.dims, rope.traditional, fixed.factor, first=mixer.nope_dim)
+        factor = fixed.factor * mixer.scale
+        turn = Turn(fixed.inverse, rope.dims, rope.traditional, factor, first=mixer.nope_dim)
         heads = Heads(mixer.nope_dim + mixer.rope_dim, turn=turn)
         fits = row_product.check_heads(heads, mixer.heads * heads.width) is None
         return heads if fits and heads.width % 16 == 0 and rope.dims == mixer.rope_dim else None
@@ -150,6 +160,23 @@ class AroundLatents:
             return None
         product = Product(stack, heads, None if heads is None else heads.width)
         return self.branch.launch(RowProduct(stack.projection.cols, (product,), norm), device, dtype)
+
+    def _latents(self, device: Device, dtype: mx.Dtype) -> Piece | None:
+        """The launch that normalises a latent and rotates the key; None where MLX does more to them."""
+        mixer, spec = self.mixer, self.mixer._spec
+        norm, rope = norm_of(mixer.kv_a_layernorm), mixer._rope
+        if norm is None or spec.scale_kv or spec.rope_key_norm is not None or not mixer.rope_dim:
+            return None
+        turn = None
+        if rope is not None:
+            turn = Turn(rope.fixed.inverse, rope.dims, rope.traditional, rope.fixed.factor)
+        rows = {
+            "l": (Heads(spec.kv_rank, norm), spec.kv_rank),
+            "kr": (Heads(mixer.rope_dim, turn=turn), mixer.rope_dim),
+        }
+        if head_turns.check(rows) is not None:
+            return None
+        return head_turns.build(rows, row_product.backend_of(device), device, dtype, join=True)
 
     def _prepare_before(self, device: Device, dtype: mx.Dtype) -> Run | Decline:
         mixer, spec = self.mixer, self.mixer._spec
@@ -172,6 +199,7 @@ class AroundLatents:
         if isinstance(second, Decline):
             return second
         turned = heads is not None and (second is not None or not spec.q_rank)
+        split = self._latents(device, dtype)
 
         def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             position = rest[-1]
@@ -186,8 +214,14 @@ class AroundLatents:
                 queries = (*mx.split(viewed(q), [mixer.nope_dim], axis=-1), None)
             else:
                 queries = mixer.queries_of(viewed(q), None, first_of)
-            latents = mixer.latents_of(viewed(rows["y1"]), None, first_of)
-            made = self._finish(queries, latents, rows.get("y2"))
+            row = rows["y1"]
+            latents: Any
+            if split is not None and isinstance(row, PackedValue):
+                parts = {"l": row.part(0, spec.kv_rank), "kr": row.part(spec.kv_rank, mixer.rope_dim)}
+                latents = launched(split, {**parts, "offset": position}).values()
+            else:
+                latents = mixer.latents_of(viewed(row), None, first_of)
+            made = self._finish(queries, latents, rows.get("y2"), scaled=turned)
             return branch.behind(rows.get("stream", x), made)
 
         return run

@@ -1,7 +1,7 @@
 """One launch that normalises and rotates the heads of queries, keys and values that other launches left.
 
-For norms that span all heads, whose sum no single block of the product sees. A norm of each head fits into
-the launch of the product (``row_product``).
+For norms that span more than the rows of one block, whose sum no single block of the product sees: over all
+heads, or over a latent. A norm of each head fits into the launch of the product (``row_product``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ def check(rows: Mapping[str, tuple[Heads, int]]) -> Decline | None:
         objection = check_heads(heads, width)
         if objection is not None:
             return objection
-    if len({heads.width for heads, _ in rows.values()}) > 1:
-        return Decline("head_width", "one width of heads", "several", "Nothing.")
     return None
 
 
@@ -69,7 +67,7 @@ def build(
     inputs |= constants.inputs()
     packed = pack(outputs, device)
     written, places = output_text(outputs, packed)
-    settings = defines({"D": next(iter(rows.values()))[0].width, "WARPS": _WARPS})
+    settings = defines({"D": max(heads.width for heads, _ in rows.values()), "WARPS": _WARPS})
     launch = Launch(
         label="head_turns",
         inputs=tuple(inputs),

@@ -104,6 +104,13 @@ class PackedValue:
         strides = [prod(output.shape[i + 1 :]) for i in range(len(output.shape))]
         return mx.as_strided(array, output.shape, strides, self.place.begin // output.dtype.size)
 
+    def part(self, first: int, size: int) -> PackedValue:
+        """Some values of it as a row of their own, which begins at a whole value of the array."""
+        place = self.place
+        begin = place.begin + first * place.output.dtype.size
+        assert begin % place.dtype.size == 0
+        return PackedValue(self.array, Place(Output.row(size, place.output.dtype), begin, place.dtype))
+
 
 Value = mx.array | PackedValue
 
@@ -152,6 +159,16 @@ def pack(outputs: Mapping[str, Output], device: Device) -> Packed | None:
         places[name] = Place(output, at, dtype)
         at += -(-output.size * output.dtype.size // _ALIGNED) * _ALIGNED
     return Packed(places, at // dtype.size, dtype)
+
+
+def laid(values: Mapping[str, mx.array], device: Device) -> dict[str, Value]:
+    """Values by name as a launch for that device leaves them, in one array where it has one."""
+    packed = pack({name: Output(value.shape, value.dtype) for name, value in values.items()}, device)
+    if packed is None:
+        return dict(values)
+    empty = mx.zeros((packed.size,), packed.dtype)
+    places = [PackedValue(empty, place) for place in packed.places.values()]
+    return dict(zip(values, filled(places, list(values.values())), strict=True))
 
 
 def output_text(outputs: Mapping[str, Output], packed: Packed | None) -> tuple[tuple[str, ...], str]:

@@ -114,8 +114,8 @@ class Piece:
         """The outputs by name, where the launch left them."""
         return dict(zip(self.outputs, self.values(self.run(*token)), strict=True))
 
-    def __call__(self, *token: mx.array) -> list[mx.array]:
-        """The outputs for the arrays that ``tokens`` names, each as an array of its own."""
+    def __call__(self, *token: Value) -> list[mx.array]:
+        """The outputs for what ``tokens`` names, each as an array of its own."""
         return self.views(self.run(*token))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_experts.engine.kernels.gpu.pieces import delta_step, head_turns, routing, row_product, truth
 from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
+from mlx_experts.engine.kernels.gpu.pieces.packed import viewed
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
@@ -93,6 +94,34 @@ def test_packed_gate_and_what_it_opens(make_matrix):
     check(
         RowProduct(4096, (Product(make_matrix(4096, 2048)),), gate="sigmoid", residual=True, multiplier=0.3)
     )
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_a_launch_reads_what_the_one_before_left(dtype, make_matrix):
+    """A gate, a residual, and two parts of one row."""
+    mx.random.seed(5)
+    products = tuple(Product(make_matrix(2048, rows, dtype=dtype)) for rows in (520, 4096))
+    asked = RowProduct(2048, products, Norm(weight(2048, dtype), 1e-6), added=1.0)
+    first = row_product.build(asked, row_product.backend_of("cuda"), "cuda", dtype)
+    x, branch = (mx.random.normal((1, 1, 2048)).astype(dtype) for _ in range(2))
+    left = first.left(x, branch)
+    output = RowProduct(4096, (Product(make_matrix(4096, 2048, dtype=dtype)),), gate="sigmoid", residual=True)
+    second = row_product.build(output, row_product.backend_of("cuda"), "cuda", dtype)
+    given = {
+        "x": mx.random.normal((1, 1, 4096)).astype(dtype),
+        "gate": left["y1"],
+        "residual": left["stream"],
+    }
+    views = {name: viewed(value) for name, value in given.items()}
+    want = truth.row_product(output, views)["y0"]
+    assert truth.distance(run(second, **given)["y0"], want) < LIMITS[dtype]
+    rows = {"l": (Heads(512, Norm(weight(512, dtype), 1e-6)), 512), "kr": (Heads(8), 8)}
+    turns = head_turns.build(rows, row_product.backend_of("cuda"), "cuda", dtype)
+    parts = {"l": left["y0"].part(0, 512), "kr": left["y0"].part(512, 8)}
+    got = run(turns, **parts)
+    for name, (heads, _) in rows.items():
+        want = truth.each_head(truth.wide(viewed(parts[name])).reshape(-1), heads)
+        assert truth.distance(got[f"out_{name}"], want) < LIMITS[dtype], name
 
 
 @pytest.mark.parametrize("first", [0, 64, 128])

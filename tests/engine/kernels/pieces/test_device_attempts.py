@@ -17,7 +17,8 @@ def test_every_piece_and_its_plain_form_agree_with_truth(kind, request, monkeypa
     host = request.getfixturevalue(f"host_{kind}")
 
     def played(piece, *token):
-        made = host.run(piece.backend, piece.launch, piece.arrays(*token), piece.memory())
+        launch, arrays = piece.prepared(*token)
+        made = host.run(piece.backend, launch, arrays, piece.memory())
         return piece.views([mx.array(m).astype(d) for m, (_, d) in zip(made, piece.memory(), strict=True)])
 
     monkeypatch.setattr(Piece, "__call__", played)
@@ -37,16 +38,17 @@ def test_every_piece_and_its_plain_form_agree_with_truth(kind, request, monkeypa
         plain = attempt.plain()
         for array, wanted in zip(plain, attempt.wanted[-len(plain) :], strict=True):
             assert truth.distance(truth.wide(array), wanted) < 1e-3, attempt.kernel
-    assert names[:4] == [
+    assert names[:5] == [
         "router",
         "norm, projections and heads",
         "output and residual",
         "norm over all heads, and heads",
+        "norm of a latent, and its key",
     ]
     assert names[-1] == (
         "norm, router matrix and selection" if kind == "cuda" else "a gated delta net's token"
     )
-    assert len(names) == (6 if kind == "cuda" else 5)
+    assert len(names) == (7 if kind == "cuda" else 6)
 
 
 def test_a_wrong_piece_is_noticed(monkeypatch):

@@ -57,7 +57,33 @@ def test_a_planted_mistake_is_noticed(kind, on_host):
     assert not distances(kind, rows_of(64, 64, True), on_host, change)["q"] < LIMIT
 
 
-def test_heads_of_two_widths_are_declined():
-    verdict = head_turns.check({"q": (Heads(64), 128), "k": (Heads(32), 128)})
+def latents(c: int, r: int) -> dict[str, tuple[Heads, int]]:
+    """A latent that is normalised and a key, of another width, that is rotated."""
+    weight = (1 + 0.3 * mx.random.normal((c,))).astype(mx.bfloat16)
+    turn = Turn(1.0 / 1e4 ** (mx.arange(0, r, 2) / r), r, interleaved=True)
+    return {"l": (Heads(c, Norm(weight, 1e-6)), c), "kr": (Heads(r, turn=turn), r)}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "metal"])
+@pytest.mark.parametrize(("c", "r"), [(512, 64), (40, 72)])
+def test_rows_of_two_widths_take_one_launch(c, r, kind, on_host):
+    mx.random.seed(1)
+    for name, far in distances(kind, latents(c, r), on_host).items():
+        assert far < LIMIT, name
+
+
+@pytest.mark.parametrize("kind", ["cuda", "metal"])
+def test_a_narrower_row_is_not_told_the_other_ones_width(kind, on_host):
+    mx.random.seed(1)
+
+    def change(text):
+        assert "me_turn<72, 0, 72," in text
+        return text.replace("me_turn<72, 0, 72,", "me_turn<40, 0, 40,")
+
+    assert not distances(kind, latents(40, 72), on_host, change)["kr"] < LIMIT
+
+
+def test_heads_of_an_odd_width_are_declined():
+    verdict = head_turns.check({"q": (Heads(64), 128), "k": (Heads(36), 72)})
     assert isinstance(verdict, Decline)
     assert verdict.rule == "head_width"

@@ -9,8 +9,8 @@ from mlx_experts.engine.kernels.gpu.pieces import delta_step, row_product, truth
 from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
 from mlx_experts.engine.kernels.gpu.pieces.packed import (
     Output,
-    PackedValue,
     filled,
+    laid,
     output_text,
     pack,
     viewed,
@@ -21,18 +21,10 @@ KINDS = ("cuda", "metal")
 LIMIT = 3e-3
 
 
-def laid(values, kind="cuda"):
-    """Values by name in one array, as a launch for that kind of GPU leaves them."""
-    packed = pack({name: Output(value.shape, value.dtype) for name, value in values.items()}, kind)
-    empty = mx.zeros((packed.size,), packed.dtype)
-    places = [PackedValue(empty, place) for place in packed.places.values()]
-    return dict(zip(values, filled(places, list(values.values())), strict=True))
-
-
 @pytest.mark.parametrize("dtypes", [(mx.bfloat16,) * 3, (mx.float32, mx.bfloat16, mx.uint32)], ids=str)
 def test_views_of_what_is_laid_in_one_array_are_the_values(dtypes):
     values = {str(i): mx.arange(5 + i, 10 + i).reshape(1, 5).astype(d) for i, d in enumerate(dtypes)}
-    made = laid(values)
+    made = laid(values, "cuda")
     assert len({id(value.array) for value in made.values()}) == 1
     for name, value in values.items():
         assert made[name].place.begin % 16 == 0
