@@ -11,11 +11,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from mlx_experts.engine.kernels import router_kernel
 from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
-from mlx_experts.engine.kernels.gpu.pieces import delta_step, head_turns, routing, row_product, truth
+from mlx_experts.engine.kernels.gpu.pieces import (
+    delta_step,
+    head_product,
+    head_turns,
+    routing,
+    row_product,
+    truth,
+)
 from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
+from mlx_experts.engine.kernels.gpu.pieces.head_product import HeadProduct
 from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, Value, laid
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
@@ -62,6 +71,7 @@ def attempts(device: Device, dtype: mx.Dtype) -> Iterator[Attempt | tuple[str, D
     yield _output(device, dtype)
     yield _turns(device, dtype)
     yield _latents(device, dtype)
+    yield _of_each_head(device, dtype)
     yield _delta(device, dtype)
     yield _routing(device, dtype)
 
@@ -204,7 +214,8 @@ def _latents(device: Device, dtype: mx.Dtype) -> Attempt:
     latent, key = row[..., :c], row[..., c:]
     left = laid({"before": _row(_D, dtype), "row": row}, device)["row"]
     assert isinstance(left, PackedValue)
-    token = {"l": left.part(0, c), "kr": left.part(c, r), "offset": mx.array([_POSITION] * 4, mx.int32)}
+    token: dict[str, Value] = {"l": left.part(0, c), "kr": left.part(c, r)}
+    token["offset"] = mx.array([_POSITION] * 4, dtype=mx.int32)
     assert turn.inverse is not None
     wanted = {
         "out_l": truth.each_head(truth.wide(latent).reshape(-1), rows["l"][0]),
@@ -220,6 +231,21 @@ def _latents(device: Device, dtype: mx.Dtype) -> Attempt:
         return [_norm(latent[:, None], norm), turned]
 
     return _attempt("norm of a latent, and its key", "", dtype, piece, token, plain, wanted)
+
+
+def _of_each_head(device: Device, dtype: mx.Dtype) -> Attempt:
+    """Queries on their way into a latent of 512 values; 64 rotated ones follow each head's own."""
+    layer = MultiLinear(_D, 512, _QUERIES)
+    layer.set_dtype(dtype)
+    quantised = layer.to_quantized(64, 4)
+    stack = read_stack(quantised, MultiLinear, QuantizedMultiLinear)
+    assert stack is not None
+    asked = HeadProduct(stack, _D + 64)
+    piece = head_product.build(asked, row_product.backend_of(device), device, dtype)
+    x = mx.random.normal((1, _QUERIES, 1, _D + 64)).astype(dtype)
+    wanted = {"y": truth.head_product(asked, x)}
+    what = "a matrix of each head"
+    return _attempt(what, "affine 4-bit", dtype, piece, {"x": x}, lambda: [quantised(x[..., :_D])], wanted)
 
 
 def _delta(device: Device, dtype: mx.Dtype) -> Attempt:

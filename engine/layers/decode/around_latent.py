@@ -12,13 +12,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_experts.engine.kernels.gpu.pieces import head_turns, row_product
+from mlx_experts.engine.kernels.gpu.pieces import head_product, head_turns, row_product
+from mlx_experts.engine.kernels.gpu.pieces.head_product import HeadProduct
 from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, Value, viewed
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.decode.branch import MixerBranch
-from mlx_experts.engine.layers.decode.matrices import dense, launched, norm_of, on_gpu, unread
+from mlx_experts.engine.layers.decode.matrices import dense, launched, norm_of, of_each_head, on_gpu, unread
 from mlx_experts.engine.layers.decode.steps import Call, Pure, Run, Values
 from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
@@ -93,16 +94,10 @@ class AroundLatents:
 
         return attend
 
-    def _finish(
-        self, q: tuple[mx.array, mx.array, mx.array | None], kv: Any, logits: Any, scaled: bool = False
-    ) -> Any:
-        """Queries as latents, their rotated part times the scale, latent and key, and the gate's logits.
-
-        Args:
-            scaled: the rotated part is the product already.
-        """
+    def _finish(self, q: tuple[mx.array, mx.array, mx.array | None], kv: Any, logits: Any) -> Any:
+        """Queries as latents, their rotated part times the scale, latent and key, and the gate's logits."""
         nope, rope, packed = q
-        made = (self.mixer.embed_q(nope), rope if scaled else rope * self.mixer.scale, *kv)
+        made = (self.mixer.embed_q(nope), rope * self.mixer.scale, *kv)
         return made if self.gate is None else (*made, logits if packed is None else packed)
 
     def _plain_before(self, modules: Sequence[Any], x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
@@ -169,6 +164,7 @@ class AroundLatents:
             return None
         turn = None
         if rope is not None:
+            assert rope.fixed is not None
             turn = Turn(rope.fixed.inverse, rope.dims, rope.traditional, rope.fixed.factor)
         rows = {
             "l": (Heads(spec.kv_rank, norm), spec.kv_rank),
@@ -200,6 +196,9 @@ class AroundLatents:
             return second
         turned = heads is not None and (second is not None or not spec.q_rank)
         split = self._latents(device, dtype)
+        embed = None
+        if turned:
+            embed = self._of_each_head(mixer.embed_q, mixer.nope_dim + mixer.rope_dim, device, dtype)
 
         def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             position = rest[-1]
@@ -210,10 +209,6 @@ class AroundLatents:
             elif spec.q_rank:
                 q = self._raised(viewed(q))
             first_of = viewed(position)[:1]
-            if turned:
-                queries = (*mx.split(viewed(q), [mixer.nope_dim], axis=-1), None)
-            else:
-                queries = mixer.queries_of(viewed(q), None, first_of)
             row = rows["y1"]
             latents: Any
             if split is not None and isinstance(row, PackedValue):
@@ -221,7 +216,15 @@ class AroundLatents:
                 latents = launched(split, {**parts, "offset": position}).values()
             else:
                 latents = mixer.latents_of(viewed(row), None, first_of)
-            made = self._finish(queries, latents, rows.get("y2"), scaled=turned)
+            if not turned:
+                made = self._finish(mixer.queries_of(viewed(q), None, first_of), latents, rows.get("y2"))
+                return branch.behind(rows.get("stream", x), made)
+            rope = viewed(q)[..., mixer.nope_dim :]
+            if embed is not None:
+                q = launched(embed, {"x": q})["y"]
+            else:
+                q = mixer.embed_q(viewed(q)[..., : mixer.nope_dim])
+            made = (q, rope, *latents, *((rows["y2"],) if "y2" in rows else ()))
             return branch.behind(rows.get("stream", x), made)
 
         return run
@@ -240,4 +243,22 @@ class AroundLatents:
         output = self.branch.output(asked, device, dtype)
         if isinstance(output, Decline):
             return output
-        return lambda modules, a, *rest: output(modules, modules[0].unembed_out(viewed(a)), *rest)
+        values = self._of_each_head(mixer.unembed_out, mixer._spec.kv_rank, device, dtype)
+
+        def run(modules: Sequence[Any], a: Value, *rest: Value) -> tuple[Value, ...]:
+            if values is None:
+                return output(modules, modules[0].unembed_out(viewed(a)), *rest)
+            return output(modules, launched(values, {"x": a})["y"], *rest)
+
+        return run
+
+    def _of_each_head(self, module: nn.Module, pitch: int, device: Device, dtype: mx.Dtype) -> Piece | None:
+        """The launch of a linear layer of each head; None where MLX's own takes it."""
+        stack = of_each_head(module)
+        if stack is None:
+            return None
+        asked = HeadProduct(stack, pitch)
+        if head_product.check(asked) is not None:
+            return None
+        backend = row_product.backend_of(device)
+        return head_product.build(asked, backend, device, dtype, joined=self.branch.joined)

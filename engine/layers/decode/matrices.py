@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from mlx_experts.engine.dispatch.eligibility import LIMITS
 from mlx_experts.engine.kernels.expert_weights import Stack, read_stack
@@ -21,7 +22,16 @@ _FORMATS = LIMITS["cuda"]
 def dense(module: nn.Module) -> Stack | None:
     """A linear layer's matrix, or None when it is not MLX's own or is stored as no kernel reads it."""
     plain = BareLinear if type(module) is BareLinear else nn.Linear
-    stack = read_stack(module, plain, nn.QuantizedLinear)
+    return _known(read_stack(module, plain, nn.QuantizedLinear))
+
+
+def of_each_head(module: nn.Module) -> Stack | None:
+    """The matrices ``[h, rows, width]`` of mlx-lm's layer for latents, or None as in :func:`dense`."""
+    return _known(read_stack(module, MultiLinear, QuantizedMultiLinear))
+
+
+def _known(stack: Stack | None) -> Stack | None:
+    """A matrix in a format that kernels read."""
     if stack is None:
         return None
     p = stack.projection

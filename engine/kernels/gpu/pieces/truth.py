@@ -7,6 +7,7 @@ import numpy as np
 
 from mlx_experts.engine.kernels import naive
 from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
+from mlx_experts.engine.kernels.gpu.pieces.head_product import HeadProduct
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct
 
 
@@ -98,6 +99,13 @@ def row_product(asked: RowProduct, token: dict[str, mx.array]) -> dict[str, np.n
     if asked.added is not None:
         out["stream"] = stream
     return out
+
+
+def head_product(asked: HeadProduct, x: mx.array) -> np.ndarray:
+    """Each head's part of a row times its own matrix."""
+    parts = wide(x).reshape(asked.heads, asked.pitch)[:, : asked.stack.projection.cols]
+    made = [wide(naive.dequantised(asked.stack, head)) @ part for head, part in enumerate(parts)]
+    return np.concatenate(made)
 
 
 def delta_step(step: DeltaStep, token: dict[str, mx.array]) -> dict[str, np.ndarray]:

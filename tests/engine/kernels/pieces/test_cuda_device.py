@@ -5,9 +5,19 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from mlx_experts.engine.kernels.gpu.pieces import delta_step, head_turns, routing, row_product, truth
+from mlx_experts.engine.kernels.expert_weights import read_stack
+from mlx_experts.engine.kernels.gpu.pieces import (
+    delta_step,
+    head_product,
+    head_turns,
+    routing,
+    row_product,
+    truth,
+)
 from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
+from mlx_experts.engine.kernels.gpu.pieces.head_product import HeadProduct
 from mlx_experts.engine.kernels.gpu.pieces.packed import viewed
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
@@ -122,6 +132,23 @@ def test_a_launch_reads_what_the_one_before_left(dtype, make_matrix):
     for name, (heads, _) in rows.items():
         want = truth.each_head(truth.wide(viewed(parts[name])).reshape(-1), heads)
         assert truth.distance(got[f"out_{name}"], want) < LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("stored", [(64, 4, "affine"), (32, 8, "affine"), (32, 4, "mxfp4"), None], ids=str)
+@pytest.mark.parametrize(("width", "rows", "pitch"), [(128, 512, 192), (512, 128, 512)])
+def test_a_matrix_of_each_head(width, rows, pitch, stored, dtype):
+    mx.random.seed(6)
+    layer = MultiLinear(width, rows, 128)
+    layer.set_dtype(dtype)
+    stack = read_stack(
+        layer if stored is None else layer.to_quantized(*stored), MultiLinear, QuantizedMultiLinear
+    )
+    asked = HeadProduct(stack, pitch)
+    assert head_product.check(asked) is None
+    piece = head_product.build(asked, row_product.backend_of("cuda"), "cuda", dtype)
+    x = mx.random.normal((1, 128, 1, pitch)).astype(dtype)
+    assert truth.distance(run(piece, x=x)["y"], truth.head_product(asked, x)) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("first", [0, 64, 128])

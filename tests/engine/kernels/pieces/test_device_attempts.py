@@ -38,17 +38,18 @@ def test_every_piece_and_its_plain_form_agree_with_truth(kind, request, monkeypa
         plain = attempt.plain()
         for array, wanted in zip(plain, attempt.wanted[-len(plain) :], strict=True):
             assert truth.distance(truth.wide(array), wanted) < 1e-3, attempt.kernel
-    assert names[:5] == [
+    assert names[:6] == [
         "router",
         "norm, projections and heads",
         "output and residual",
         "norm over all heads, and heads",
         "norm of a latent, and its key",
+        "a matrix of each head",
     ]
     assert names[-1] == (
         "norm, router matrix and selection" if kind == "cuda" else "a gated delta net's token"
     )
-    assert len(names) == (7 if kind == "cuda" else 6)
+    assert len(names) == (8 if kind == "cuda" else 7)
 
 
 def test_a_wrong_piece_is_noticed(monkeypatch):

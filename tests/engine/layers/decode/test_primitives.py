@@ -115,7 +115,7 @@ LAYERS = {
     "olmoe": (6, 16, 3, 14, {}),
     "mixtral": (5, 14, 3, 13, {}),
     "gpt_oss": (5, 14, 3, 13, {}),
-    "deepseek_v3": (7, 21, 2, 24, ROTATED),
+    "deepseek_v3": (9, 25, 2, 20, ROTATED),
     "qwen3_next": (5.5, 15.5, 2.5, 10.5, {"head_dim": 64, "linear_num_key_heads": 2}),
 }
 
