@@ -23,6 +23,7 @@ from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.dispatch.trace import Tally, TraceKey, rows_label, trace
 from mlx_experts.engine.kernels import FusedRun, expert_weights, fused_kernel, gather, many_rows_kernel
 from mlx_experts.engine.kernels.cpu import experts as cpu_experts
+from mlx_experts.engine.kernels.cpu.experts import FusedExperts
 from mlx_experts.engine.kernels.expert_weights import SharedModules
 from mlx_experts.engine.kernels.request import (
     Accept,
@@ -35,6 +36,7 @@ from mlx_experts.engine.kernels.request import (
 )
 from mlx_experts.plugins.manager import components
 
+_FLOAT32 = mx.float32
 # Tokens on which the path for many rows is tried.
 _TRIED_ROWS = 24
 
@@ -380,11 +382,7 @@ class BoundExperts:
             The sum, and whether the shared expert is in it. One that is still to be added makes the sum
             float32, so that the two are rounded together.
         """
-        container = self.container
-        held, by_kind = self._decided
-        # `Held.stands`, written out: it is asked at every call.
-        if not all(map(is_, map(dict.get, held.holders, held.names), held.members)):
-            held, by_kind = self._decided = self._start()
+        container, by_kind = self.container, self._standing()
         rows = prod(x.shape[:-1])
         kind = (1 if rows == 1 else rows_label(rows), indices.shape[-1], x.dtype, device, container.training)
         decision = by_kind.get(kind)
@@ -401,3 +399,24 @@ class BoundExperts:
         decision.tally.add()
         dtype = x.dtype if self._shared is None else mx.float32
         return gather.experts(container, self.dispatch.activation, x, indices, weights, dtype), False
+
+    def in_memory(self, top_k: int) -> tuple[FusedExperts, Tally] | None:
+        """What gives the whole sum of one float32 row in memory on the CPU, and counts such a call.
+
+        None where the call has to be made: it decides, or something else than the CPU's kernel is needed.
+        """
+        if self.container.training:
+            return None
+        decision = self._standing().get((1, top_k, _FLOAT32, "cpu", False))
+        if decision is None or not isinstance(decision.run, FusedExperts):
+            return None
+        whole = self._shared is None or decision.adds_shared
+        return (decision.run, decision.tally) if whole else None
+
+    def _standing(self) -> dict[tuple[object, ...], Decision]:
+        """The decisions for the modules and arrays that are there now."""
+        held, by_kind = self._decided
+        # `Held.stands`, written out: it is asked at every call.
+        if not all(map(is_, map(dict.get, held.holders, held.names), held.members)):
+            held, by_kind = self._decided = self._start()
+        return by_kind

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from operator import is_
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_experts.engine.dispatch import eligibility, policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
@@ -26,8 +26,10 @@ from mlx_experts.engine.kernels.cpu import stacks
 from mlx_experts.engine.kernels.expert_weights import ARRAY_NAMES, Stack, dtype_name, read_dense
 from mlx_experts.engine.kernels.request import Activations, Decline, Projection
 
-Run = Callable[[mx.array], "mx.array | Decline"]
+if TYPE_CHECKING:
+    from mlx_experts.engine.kernels.cpu.linear import FusedLinear
 
+_ONE_ROW = (rows_label(1), mx.float32, False)  # the kind of a call of one float32 row, not in training
 # A wrong kernel is off by about the length of the output; a right one by rounding.
 _BOUNDS = {mx.float32: 1e-4, mx.bfloat16: 1e-2, mx.float16: 1e-2}
 _COMPARED = 256  # outputs that are compared at either end of a matrix
@@ -37,7 +39,7 @@ _COMPARED = 256  # outputs that are compared at either end of a matrix
 class _Decision:
     """What one kind of call does; ``run`` None leaves it to MLX."""
 
-    run: Run | None
+    run: FusedLinear | None
     tally: Tally
 
 
@@ -83,22 +85,38 @@ class LinearDispatch:
         device = current_device()
         if device != "cpu":
             return None
-        decided, arrays = self._decided, tuple(map(module.get, ARRAY_NAMES))
-        if len(decided.arrays) != len(arrays) or not all(map(is_, arrays, decided.arrays)):
-            decided = self._decided = _Decided(arrays, {})
-        rows = prod(x.shape[:-1])
+        by_kind, rows = self._standing(module), prod(x.shape[:-1])
         kind = (rows_label(rows), x.dtype, module.training)
-        decision = decided.by_kind.get(kind)
+        decision = by_kind.get(kind)
         if decision is None:
-            decision = decided.by_kind[kind] = self._decide(module, x, rows)
+            decision = by_kind[kind] = self._decide(module, x, rows)
         if decision.run is not None:
             y = decision.run(x)
             if not isinstance(y, Decline):
                 decision.tally.add()
                 return y
-            decision = decided.by_kind.setdefault((*kind, y.rule), self._left(rows, y))
+            decision = by_kind.setdefault((*kind, y.rule), self._left(rows, y))
         decision.tally.add()
         return None
+
+    def on_row(self, module: nn.Module, row: np.ndarray) -> np.ndarray | None:
+        """As the call on the CPU for one float32 row [1, M] in memory, to float32 [1, N].
+
+        None, and not counted, where the call has to be made: it decides, or leaves the product to MLX.
+        """
+        decision = None if module.training else self._standing(module).get(_ONE_ROW)
+        if decision is None or decision.run is None:
+            return None
+        y = decision.run.on_rows(row)
+        decision.tally.add()
+        return y
+
+    def _standing(self, module: nn.Module) -> dict[tuple[object, ...], _Decision]:
+        """The decisions for the arrays that the layer has now."""
+        decided, arrays = self._decided, tuple(map(module.get, ARRAY_NAMES))
+        if len(decided.arrays) != len(arrays) or not all(map(is_, arrays, decided.arrays)):
+            decided = self._decided = _Decided(arrays, {})
+        return decided.by_kind
 
     def _left(self, rows: int, why: Decline) -> _Decision:
         key = TraceKey(self.layer, "mlx", rows_label(rows), why.rule)
@@ -127,7 +145,7 @@ class LinearDispatch:
         return _Decision(run, linear_trace.tally(TraceKey(self.layer, "fused", rows_label(rows), by), note))
 
 
-def _prepared(stack: Stack, x: mx.array, activations: Activations) -> Run | Decline:
+def _prepared(stack: Stack, x: mx.array, activations: Activations) -> FusedLinear | Decline:
     """The kernel for one layer, compared with the truth once for each kind of layer."""
     from mlx_experts.engine.kernels.cpu import linear
 
@@ -151,7 +169,7 @@ def _tried() -> dict[tuple[Projection, mx.Dtype, bool, Activations], Literal["ag
 
 
 def _compare(
-    run: Run, stack: Stack, x: mx.array, activations: Activations
+    run: FusedLinear, stack: Stack, x: mx.array, activations: Activations
 ) -> Literal["agrees"] | Decline | None:
     """Both ends of the output against the truth; None where there are no values or no numbers."""
     rows = 1 if prod(x.shape[:-1]) == 1 else 5

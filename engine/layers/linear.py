@@ -6,13 +6,17 @@ mlx-lm's tools ask of a layer stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.dispatch.linear_dispatch import LinearDispatch
+
+OnRow = Callable[[np.ndarray], "np.ndarray | None"]
 
 
 class Linear(nn.Linear):
@@ -77,6 +81,35 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: Embedding,
     nn.QuantizedEmbedding: QuantizedEmbedding,
 }
+
+
+def on_row(layer: Callable[[mx.array], mx.array], widened: bool = False) -> OnRow:
+    """A layer's call on the CPU for one float32 row [1, M] in memory, to float32 [1, N].
+
+    The product stays out of MLX where the layer is linear and the kernel takes it; the values are the same.
+
+    Args:
+        widened: the output's type does not matter; otherwise the call says None for another than float32.
+    """
+
+    def through_mlx(row: np.ndarray) -> np.ndarray | None:
+        y = layer(mx.array(row[None]))
+        if y.dtype != mx.float32:
+            if not widened:
+                return None
+            y = y.astype(mx.float32)
+        mx.eval(y)
+        return np.ascontiguousarray(y).reshape(1, -1)
+
+    if type(layer) not in (Linear, QuantizedLinear):
+        return through_mlx
+    module: Any = layer
+
+    def run(row: np.ndarray) -> np.ndarray | None:
+        y: np.ndarray | None = module._dispatch.on_row(module, row)
+        return through_mlx(row) if y is None else y
+
+    return run
 
 
 def _equipped(module: nn.Module, dispatch: LinearDispatch) -> nn.Module:

@@ -11,14 +11,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.nn.layers.distributed import sum_gradients
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from mlx_experts.engine.dispatch.expert_dispatch import ExpertDispatch, current_device
+from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts, ExpertDispatch, current_device
 from mlx_experts.engine.kernels import expert_weights, gather
 from mlx_experts.engine.kernels.expert_weights import SharedModules, children
 from mlx_experts.engine.kernels.memory.slots import ExpertSlots, SlottedExperts
 from mlx_experts.engine.kernels.request import Activation, Device, KernelRequest
+from mlx_experts.engine.layers.linear import OnRow
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, place, take_rows
 from mlx_experts.engine.layers.router import BoundRouter, Router
@@ -42,6 +44,8 @@ class MoESteps:
         total: the same in float32.
         run: ``x`` to the block's output.
         lent: the shared expert, where it lives in the layer.
+        on_row: as ``run`` on the CPU for one float32 row [1, D] in memory, or None where there is no such
+            form; it says None where ``run`` has to be called.
     """
 
     router: BoundRouter
@@ -49,6 +53,7 @@ class MoESteps:
     total: Callable[..., mx.array]
     run: Callable[[mx.array], mx.array]
     lent: nn.Module | None
+    on_row: OnRow | None = None
 
 
 class MoE(VersionedModule):
@@ -249,6 +254,14 @@ class MoE(VersionedModule):
             steps = self.lend(shared)
         return steps.run(x)
 
+    def row_form(self, shared: nn.Module | None = None) -> OnRow | None:
+        """The call on the CPU for one float32 row [1, D] in memory, where there is such a form.
+
+        It says None where the call has to be made, and holds until something is written into the block.
+        """
+        steps: MoESteps = self.steps()
+        return (steps if steps.lent is shared else self.lend(shared)).on_row
+
     def bind(self) -> MoESteps:
         """The parts of the block as they are now."""
         own = self._shared is not None and not self._shared.path.startswith("../")
@@ -266,14 +279,14 @@ class MoE(VersionedModule):
 
     def _bind_with(self, shared: nn.Module | None, lent: nn.Module | None) -> MoESteps:
         router, container = self._bind_router(), find(self, self._spec.experts.path)
-        routed, total = self._bind_routed(router, container), self._bind_total(router, container)
-        run = routed
+        routed, on_row = self._bind_routed(router, container)
+        total, run = self._bind_total(router, container), routed
         if shared is not None:
-            run = self._bind_shared(router, container, shared)
+            run, on_row = self._bind_shared(router, container, shared)
         elif self.biased:
             # The bias is a part of the sum, which is rounded once.
-            run = lambda x: self._with_bias(total(x)).astype(x.dtype)  # noqa: E731
-        return MoESteps(router, routed, total, run, lent)
+            run, on_row = lambda x: self._with_bias(total(x)).astype(x.dtype), None
+        return MoESteps(router, routed, total, run, lent, on_row)
 
     def _with_bias(self, y: mx.array) -> mx.array:
         """A float32 sum with the bias on the block's output, where it has one."""
@@ -302,7 +315,8 @@ class MoE(VersionedModule):
         router: BoundRouter,
         container: nn.Module,
         shared: nn.Module,
-    ) -> Callable[[mx.array], mx.array]:
+    ) -> tuple[Callable[[mx.array], mx.array], OnRow | None]:
+        """The block's call with a shared expert, and its form for a row in memory."""
         join, total = self.bind_join(), self._bind_total(router, container)
 
         def apart(x: mx.array) -> mx.array:
@@ -313,7 +327,7 @@ class MoE(VersionedModule):
 
         modules = None if self.biased else self.beside(shared)
         if modules is None:
-            return apart
+            return apart, None
         experts = self._bind_experts(container, modules)
 
         def together(x: mx.array) -> mx.array:
@@ -326,7 +340,26 @@ class MoE(VersionedModule):
             wide = x.astype(mx.float32)
             return self._with_bias(join(wide, y, shared(wide))).astype(x.dtype)
 
-        return together
+        return together, self._bind_on_row(router, experts)
+
+    def _bind_on_row(self, router: BoundRouter, experts: RunExperts) -> OnRow | None:
+        """The sum for a row in memory, with the router and the experts of a call; see :class:`MoESteps`."""
+        if not isinstance(experts, BoundExperts):
+            return None  # somebody is told what is picked
+        top_k = self._router.top_k
+
+        def run(row: np.ndarray) -> np.ndarray | None:
+            # Asked first, because a call that is made after all counts the router's product itself.
+            found = experts.in_memory(top_k)
+            routed = None if found is None else router.on_row(row)
+            if found is None or routed is None:
+                return None
+            kernel, tally = found
+            y = kernel.on_rows(row, *routed)
+            tally.add()
+            return y
+
+        return run
 
     @property
     def biased(self) -> bool:
@@ -374,11 +407,13 @@ class MoE(VersionedModule):
         y: mx.array = self.steps().total(x, router_input)
         return y
 
-    def _bind_routed(self, router: BoundRouter, container: nn.Module) -> Callable[..., mx.array]:
-        """``(x, router_input=None)`` to the weighted sum in the type of ``x``."""
+    def _bind_routed(
+        self, router: BoundRouter, container: nn.Module
+    ) -> tuple[Callable[..., mx.array], OnRow | None]:
+        """``(x, router_input=None)`` to the weighted sum in the type of ``x``, and for a row in memory."""
         if not self.plain:
             total = self._bind_total(router, container)
-            return lambda x, router_input=None: total(x, router_input).astype(x.dtype)
+            return lambda x, router_input=None: total(x, router_input).astype(x.dtype), None
         experts = self._bind_experts(container)
 
         def plain(x: mx.array, router_input: mx.array | None = None) -> mx.array:
@@ -388,7 +423,7 @@ class MoE(VersionedModule):
             routed = router.on(device, x if router_input is None else router_input)
             return experts(x, *routed, device)[0]
 
-        return plain
+        return plain, self._bind_on_row(router, experts)
 
     def _bind_total(self, router: BoundRouter, container: nn.Module) -> Callable[..., mx.array]:
         """``(x, router_input=None)`` to the weighted sum in float32, whatever the type of ``x``.

@@ -10,11 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.dispatch.router_eligibility import prepare
+from mlx_experts.engine.kernels.cpu.router import NO_TILT, Routed
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.kernels.router_kernel import RoutedRun
+from mlx_experts.engine.layers.linear import on_row
 from mlx_experts.engine.layers.module_tree import find, place, take_rows
 from mlx_experts.plugins.manager import components
 from mlx_experts.registry.spec.family import GroupsSpec, RenormalizeSpec, RouterSpec
@@ -162,6 +165,9 @@ class BoundRouter:
         # Router logits ``[..., E]`` for ``x`` ``[..., D]``, in the type that scores are computed in.
         self.logits = self._product([*widen, *after])
         self._logits_alone = self._product([*([] if plain else widen), *after])
+        # Nothing is to be widened of a float32 row.
+        bare = not after and self._before in (None, _widen)
+        self._logits_on_row = on_row(self._matrix if bare else self._logits_alone)
 
     def _bind_input(self, norm: tuple[nn.Module, str] | None) -> _Step | None:
         spec, factor, eps = self._router.spec, self._router.dims**-0.5, self._router.eps
@@ -208,6 +214,18 @@ class BoundRouter:
                 if not isinstance(routed, Decline):
                     return routed
         return self.plain(self.logits(x), bias)
+
+    def on_row(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """As the call on the CPU for one float32 row [1, D] in memory, to ``[1, K]`` each (uint32, float32).
+
+        None, and nothing counted, where the call has to be made.
+        """
+        run = self._router.one_launch("cpu") if row.size == self._one_row else None
+        if not isinstance(run, Routed):
+            return None
+        tilt = NO_TILT if self._bias is None else run.tilt(self._bias[0][self._bias[1]])
+        logits = None if tilt is None else self._logits_on_row(row)
+        return None if tilt is None or logits is None else run.on_row(logits[0], tilt)
 
     def plain(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
         """The steps after the logits in plain MLX, for any number of rows."""

@@ -22,7 +22,7 @@ from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts, as_it_is, branch, scaled, usual
-from mlx_experts.engine.layers.decode.one_token import one_token
+from mlx_experts.engine.layers.decode.one_token import OneToken, one_token
 from mlx_experts.engine.layers.decode.token_pieces import LayerOfPieces, TokenPieces
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.mlp import MLP, activation_of
@@ -135,6 +135,11 @@ class DecoderLayer(VersionedModule):
             run = self.rebind()
         return run(x, state, cache)
 
+    def one_token(self) -> OneToken | None:
+        """The layer's call for one token in memory, where it has such a form."""
+        run = self.steps()
+        return run if isinstance(run, OneToken) else None
+
     def parts(self) -> LayerParts:
         """The parts of the layer as they are now."""
         block = self._block
@@ -178,7 +183,8 @@ class DecoderLayer(VersionedModule):
         if parts.usual:
             layerwise = usual(parts.pre_mixer, mixer, parts.pre_mlp, feed)
             assert feed is not None
-            return one_token(parts.pre_mixer, mixer, parts.pre_mlp, feed, layerwise, self._fused)
+            fused, feed_row = self._fused, parts.feed_row
+            return one_token(parts.pre_mixer, mixer, parts.pre_mlp, feed, layerwise, fused, feed_row)
         mix = branch(parts.pre_mixer, mixer, parts.post_mixer, factor)
         add = branch(parts.pre_mlp, feed, parts.post_mlp, factor)
         if mixer is None:
@@ -188,6 +194,19 @@ class DecoderLayer(VersionedModule):
     def make_cache(self) -> Any:
         """The mixer's cache, or None."""
         return find(self, self._mixer_path).make_cache() if self._mixer_path is not None else None
+
+
+def _in_turn(layers: list[Any], h: mx.array, state: ForwardState, caches: list[Any]) -> mx.array:
+    """Hidden states behind all layers; a token stays in memory between two layers that take it so."""
+    row = None  # what the last layer left in memory
+    for layer, cache in zip(layers, caches, strict=True):
+        form = layer.one_token() if type(layer) is DecoderLayer else None
+        behind = None if form is None else form.on_row(h if row is None else row, cache)
+        if behind is None:
+            call = layer if form is None else form.usual
+            h = call(h if row is None else mx.array(row[None]), state, cache)
+        row = behind
+    return h if row is None else mx.array(row[None])
 
 
 _SPREAD = (AllToShardedLinear, ShardedToAllLinear, QuantizedAllToShardedLinear, QuantizedShardedToAllLinear)
@@ -361,8 +380,7 @@ class Decoder(VersionedModule):
         if self._form is not None:
             h = self._run(self._form, steps.layers, h, state, caches)
         else:
-            for layer, cache in zip(steps.layers, caches[1:], strict=True):
-                h = layer(h, state, cache)
+            h = _in_turn(steps.layers, h, state, caches[1:])
         if steps.stage is not None:
             h = steps.stage.pass_on(h, caches[1:])
         return h if steps.norm is None else steps.norm(h)

@@ -149,7 +149,7 @@ class _Shared:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Everything that is read of one layer, and whether it still lies there."""
+    """Everything that is read of one layer, and where it lay then."""
 
     arrays: tuple[mx.array, ...]
     addresses: tuple[int, ...]
@@ -161,10 +161,6 @@ class _Layer:
         arrays = tuple(_arrays(experts))
         shared = None if experts.shared is None else _Shared.of(experts.shared, activations)
         return cls(arrays, addresses(arrays), _Layout.of(experts, activations), shared)
-
-    def moved(self) -> bool:
-        """Whether an array was changed in place and lies elsewhere since."""
-        return addresses(self.arrays) != self.addresses
 
 
 def _arrays(experts: ExpertWeights) -> list[mx.array]:
@@ -199,23 +195,30 @@ class FusedExperts:
         inputs = (x.astype(mx.float32), indices.astype(mx.uint32), weights.astype(mx.float32))
         if not stacks.evaluated(*inputs):
             return stacks.TRANSFORMED
+        out = self.on_rows(*map(stacks.rows_of, inputs))
+        return mx.array(out.reshape(x.shape)).astype(x.dtype)
+
+    def on_rows(self, rows: np.ndarray, chosen: np.ndarray, shares: np.ndarray) -> np.ndarray:
+        """The same in memory: float32 rows [T, H], uint32 experts and float32 shares [T, K], to [T, H].
+
+        Raises:
+            IndexError: an index is not an expert.
+        """
         layer = self._layer
-        if layer.moved():
+        if addresses(layer.arrays) != layer.addresses:  # one was changed in place
             layer = self._layer = _Layer.of(self._experts, self._activations)
-        rows, chosen, shares = map(stacks.rows_of, inputs)
-        out = stacks.fresh(x.shape)
-        flat = out.reshape(rows.shape)
+        out = stacks.fresh(rows.shape)
         slots = self._experts.slots
         if slots is None:
-            layer.routed.run(rows, chosen, shares, flat)
+            layer.routed.run(rows, chosen, shares, out)
         else:
             with slots.lock:
-                flat[...] = 0
+                out[...] = 0
                 for part in slots.parts(chosen):
-                    layer.routed.run(rows, part.slots, shares, flat, part.turn, not part.alone)
+                    layer.routed.run(rows, part.slots, shares, out, part.turn, not part.alone)
         if layer.shared is not None:
-            layer.shared.add(rows, flat)
-        return mx.array(out).astype(x.dtype)
+            layer.shared.add(rows, out)
+        return out
 
 
 def int8_declines(experts: ExpertWeights) -> Decline | None:

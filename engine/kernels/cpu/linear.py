@@ -48,14 +48,19 @@ class FusedLinear:
         wide = x.astype(mx.float32)
         if not stacks.evaluated(wide):
             return stacks.TRANSFORMED
-        if addresses(self._arrays) != self._addresses:
-            self._place()
-        out = stacks.fresh((*x.shape[:-1], self._stack.projection.rows))
-        if x.size:
-            rows = stacks.rows_of(wide)
-            self.fill(rows, out.reshape(len(rows), -1))
+        rows = stacks.rows_of(wide) if x.size else np.empty((0, x.shape[-1]), np.float32)
+        out = self.on_rows(rows).reshape(*x.shape[:-1], self._stack.projection.rows)
         dtype = x.dtype if self._typed is None else mx.result_type(x, self._typed)
         return mx.array(out).astype(dtype)
+
+    def on_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The same for float32 rows [R, M] in memory, to float32 [R, N]."""
+        if addresses(self._arrays) != self._addresses:
+            self._place()
+        out = stacks.fresh((len(rows), self._stack.projection.rows))
+        if len(rows):
+            self.fill(rows, out)
+        return out
 
     def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out`` [R, N] from float32 rows [R, M]."""

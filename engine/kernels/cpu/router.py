@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-_NOTHING = np.empty(0, np.float32)
+NO_TILT = np.empty(0, np.float32)
 _NORMALISE = ("none", "sum", "clamp")
 
 
@@ -43,24 +43,25 @@ class Routed:
         The order is that of the falling biased scores, of equal ones the lower index first. A Decline inside
         a function transformation, which has no values to read.
         """
-        wide, added = logits.astype(mx.float32), _NOTHING
-        if self._biased and bias is not None:
-            tilt = bias.astype(mx.float32)
-            if not evaluated(tilt):
-                return TRANSFORMED
-            added = np.array(tilt, copy=False).reshape(-1)
-        if not evaluated(wide):
+        wide, tilt = logits.astype(mx.float32), self.tilt(bias)
+        if tilt is None or not evaluated(wide):
             return TRANSFORMED
+        chosen, share = self.on_row(np.array(wide, copy=False).reshape(-1), tilt)
         shape = (*logits.shape[:-1], self._top_k)
-        chosen, share = np.empty(shape, np.uint32), np.empty(shape, np.float32)
-        compiled().route(
-            np.array(wide, copy=False).reshape(-1),
-            added,
-            *self._before,
-            chosen.reshape(-1),
-            share.reshape(-1),
-        )
-        return mx.array(chosen), mx.array(share)
+        return mx.array(chosen.reshape(shape)), mx.array(share.reshape(shape))
+
+    def tilt(self, bias: mx.array | None) -> np.ndarray | None:
+        """What :meth:`on_row` takes for a bias ``[E]`` or none; None inside a function transformation."""
+        if not self._biased or bias is None:
+            return NO_TILT
+        wide = bias.astype(mx.float32)
+        return np.array(wide, copy=False).reshape(-1) if evaluated(wide) else None
+
+    def on_row(self, logits: np.ndarray, tilt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As the call for float32 ``logits`` ``[E]`` in memory, to ``[1, K]`` each."""
+        chosen, share = np.empty((1, self._top_k), np.uint32), np.empty((1, self._top_k), np.float32)
+        compiled().route(logits, tilt, *self._before, chosen[0], share[0])
+        return chosen, share
 
 
 def prepare(steps: RouterSteps) -> Routed | Decline:

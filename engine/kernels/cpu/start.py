@@ -125,12 +125,23 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_in_child)
 
 
+class _Asked(threading.local):
+    """How many threads numba was told to use for this thread."""
+
+    count = 0
+
+
+_asked = _Asked()
+
+
 def run(forms: Forms, large: bool, *arguments: Any) -> Any:
     """Run one computation, on all threads where it is large and they are there."""
     with LOCK:
         if large and not _forked:
-            # numba keeps the number for each of the threads that call.
-            compiled().use_threads(_threads())
+            # numba keeps the number for each of the threads that call; telling it again takes microseconds.
+            if _asked.count != _threads():
+                compiled().use_threads(_threads())
+                _asked.count = _threads()
             return forms.parallel(*arguments)
         return forms.serial(*arguments)
 

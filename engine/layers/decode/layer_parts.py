@@ -10,6 +10,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_experts.engine.layers.linear import OnRow
+from mlx_experts.engine.layers.moe import MoE
+
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
@@ -42,6 +45,16 @@ class LayerParts:
         if norm is None:
             return mlp  # type: ignore[no-any-return]
         return lambda x: norm(mlp(x))
+
+    @property
+    def feed_row(self) -> OnRow | None:
+        """As :attr:`feed` on the CPU for one float32 row [1, D] in memory, where there is such a form.
+
+        It says None where ``feed`` has to be called.
+        """
+        if self.output_norm is not None or not isinstance(self.mlp, MoE):
+            return None
+        return self.mlp.row_form(self.shared)
 
     @property
     def usual(self) -> bool:

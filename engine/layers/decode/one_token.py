@@ -1,12 +1,14 @@
 """A usual decoder layer for one token on the CPU, with one trip to MLX: the cache's write.
 
-Matrices are called as the modules that they are, so adapters and every storage format work. A layer whose
-spec has more than this file knows keeps its steps in MLX.
+A matrix whose kernel is decided multiplies in memory. Any other is called as the module that it is, so
+adapters and every storage format work. A layer whose spec has more than this file knows stays in MLX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +20,14 @@ from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.linear import OnRow, on_row
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
 
 LayerCall = Callable[[mx.array, Any, Any], mx.array]
+# Cosines and sines of a position, and whether neighbours are turned together.
+_Turn = tuple[np.ndarray, np.ndarray, bool]
 
+_NOTHING = np.empty(0, np.float32)
 _FLOAT32, _KINDS = mx.float32, (nn.RMSNorm, ZeroCentredRMSNorm)
 _PARALLEL_FROM = 1 << 18  # products of a call of attention from which on all threads share the heads
 
@@ -54,6 +60,25 @@ def _usual_attention(mixer: Any) -> bool:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class OneToken:
+    """A layer's call, with its form for one token in memory.
+
+    Args:
+        usual: the call in MLX, for any input.
+        on_row: an input, or one float32 row [1, D] in memory, and the layer's cache, to the row behind the
+            layer; None, with the cache as it was, where ``usual`` has to be called.
+    """
+
+    usual: LayerCall
+    on_row: Callable[[mx.array | np.ndarray, Any], np.ndarray | None]
+
+    def __call__(self, x: mx.array, state: Any, cache: Any) -> mx.array:
+        """The layer's output for any input."""
+        behind = self.on_row(x, cache)
+        return self.usual(x, state, cache) if behind is None else mx.array(behind[None])
+
+
 def one_token(
     pre_mixer: Any,
     mixer: Any,
@@ -61,15 +86,17 @@ def one_token(
     feed: Callable[[mx.array], mx.array],
     usual: LayerCall,
     fused: bool | None,
+    feed_row: OnRow | None,
 ) -> LayerCall:
-    """``usual``, or ``h = x + mixer(pre_mixer(x))``, ``h + feed(pre_mlp(h))`` in memory for what fits it.
+    """``usual``, or an :class:`OneToken`: ``h = x + mixer(pre_mixer(x))`` and ``h + feed(pre_mlp(h))``.
 
-    It fits one row in float32 with a plain cache; each such call asks for all that it needs in one function,
-    because Python's own calls are a good part of a token's time.
+    One row in float32 with a plain cache is computed in memory; such a call asks for all that it needs in one
+    function, because Python's own calls are a good part of a token's time.
 
     Args:
         usual: the same in MLX, for any call.
         fused: the argument of ``load``; None leaves the choice to the environment.
+        feed_row: as ``feed`` for a row in memory; None, or one that says None, where ``feed`` is called.
     """
     first, second = _norm(pre_mixer), _norm(pre_mlp)
     if first is None or second is None or not _usual_attention(mixer):
@@ -83,74 +110,72 @@ def one_token(
         return usual
     q_norm: Any = head_norms[0]
     k_norm: Any = head_norms[1]
-    q_proj, k_proj, v_proj = (mixer[leaf] for leaf in ("q_proj", "k_proj", "v_proj"))
-    output, angles, scale = find(mixer, spec.names.o), _angles(mixer._rope), np.float32(mixer.scale)
+    q_proj, k_proj, v_proj = (on_row(mixer[leaf]) for leaf in ("q_proj", "k_proj", "v_proj"))
+    # What is added to a float32 stream may be narrower.
+    output, through_mlx = on_row(find(mixer, spec.names.o), widened=True), on_row(feed, widened=True)
+    into = through_mlx if feed_row is None else feed_row
+    angles, scale = _angles(mixer._rope), np.float32(mixer.scale)
     heads, groups, width, depth = mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.v_head_dim
-    key_shape, value_shape, seen_shape = (1, groups, 1, width), (1, groups, 1, depth), (1, 1, heads * depth)
-    taken = ((1, 1, pre_mixer.weight.shape[-1]), _FLOAT32, KVCache)
-    row, array, empty, evaluate = np.ascontiguousarray, mx.array, np.empty, mx.eval
+    key_shape, value_shape = (1, groups, 1, width), (1, groups, 1, depth)
+    taken = ((1, 1, pre_mixer.weight.shape[-1]), _FLOAT32)
+    row, array, empty, write, evaluate = np.ascontiguousarray, mx.array, np.empty, mx.async_eval, mx.eval
     # Arrays in float32 are read where they lie, without a call of Python's.
-    rows, floats, only = {_FLOAT32: row}.get, stacks.float32, {_FLOAT32}
+    rows, floats = {_FLOAT32: row}.get, stacks.float32
     token: Any = None
-    ready: Callable[[mx.array], bool] = _never
 
-    def begin(x: mx.array) -> bool:
-        nonlocal token, ready
-        token = _compiled()
-        ready = stacks.evaluated if token is not None else _never
-        return ready(x)
-
-    ready = begin
-
-    def run(x: mx.array, state: Any, cache: Any) -> mx.array:
-        shape = x.shape
-        if (shape, x.dtype, type(cache)) != taken:
-            return usual(x, state, cache)
-        kept = cache.keys
-        if (kept is not None and kept.dtype != _FLOAT32) or not ready(x):
-            return usual(x, state, cache)
+    def run(x: mx.array | np.ndarray, cache: Any) -> np.ndarray | None:
+        nonlocal token
+        if type(cache) is not KVCache or (cache.keys is not None and cache.keys.dtype != _FLOAT32):
+            return None
+        if not isinstance(x, np.ndarray):
+            if (x.shape, x.dtype) != taken or current_device() != "cpu" or not stacks.evaluated(x):
+                return None
+            x = row(x).reshape(1, -1)
+        token = token or _compiled()
+        if token is None:
+            return None
         norm = token.rms_norm
-        before = row(x).reshape(1, -1)
-        out = empty(before.shape, np.float32)
+        h = empty(x.shape, np.float32)
         module, centre, eps = first
         weight = module["weight"]
-        norm(before, rows(weight.dtype, floats)(weight), centre, eps, out)
-        h = array(out.reshape(shape))
-        q, k, v = q_proj(h), k_proj(h), v_proj(h)
-        if {q.dtype, k.dtype, v.dtype} != only:
-            return usual(x, state, cache)
-        evaluate(q, k, v)
-        both = empty((heads + groups, width), np.float32)
-        queries, keys = both[:heads], both[heads:]
+        norm(x, rows(weight.dtype, floats)(weight), centre, eps, h)
+        k, v = k_proj(h), v_proj(h)
+        if k is None or v is None:
+            return None
+        turn, keys = None if angles is None else angles(cache.offset), empty((groups, width), np.float32)
+        if normed:
+            module, centre, eps = k_norm
+            weight = module["weight"]
+            norm(k.reshape(keys.shape), rows(weight.dtype, floats)(weight), centre, eps, keys)
+        else:
+            keys[:] = k.reshape(keys.shape)
+        if turn is not None:
+            token.rotate(keys, *turn)
+        cache.update_and_fetch(array(keys.reshape(key_shape)), array(v.reshape(value_shape)))
+        # MLX writes on a thread of its own while the queries are computed.
+        write(cache.keys, cache.values)
+        q, queries = q_proj(h), empty((heads, width), np.float32)
+        evaluate(cache.keys, cache.values)
+        if q is None:
+            cache.trim(1)
+            return None
         if normed:
             module, centre, eps = q_norm
             weight = module["weight"]
-            norm(row(q).reshape(heads, width), rows(weight.dtype, floats)(weight), centre, eps, queries)
-            module, centre, eps = k_norm
-            weight = module["weight"]
-            norm(row(k).reshape(groups, width), rows(weight.dtype, floats)(weight), centre, eps, keys)
+            norm(q.reshape(queries.shape), rows(weight.dtype, floats)(weight), centre, eps, queries)
         else:
-            queries[:], keys[:] = row(q).reshape(heads, width), row(k).reshape(groups, width)
-        if angles is not None:
-            token.rotate(both, *angles(cache.offset))
-        cache.update_and_fetch(array(keys.reshape(key_shape)), v.reshape(value_shape))
-        evaluate(cache.keys, cache.values)
+            queries[:] = q.reshape(queries.shape)
+        if turn is not None:
+            token.rotate(queries, *turn)
         seen = _attended(token.attend, queries, cache, scale, empty((heads, depth), np.float32))
-        branch = output(array(seen.reshape(seen_shape)))
-        evaluate(branch)
-        total = before + row(branch).reshape(1, -1)
+        total = x + output(seen.reshape(1, -1))
         module, centre, eps = second
-        weight, out = module["weight"], empty(before.shape, np.float32)
-        norm(total, rows(weight.dtype, floats)(weight), centre, eps, out)
-        added = feed(array(out.reshape(shape)))
-        evaluate(added)
-        return array((total + row(added).reshape(1, -1)).reshape(shape))
+        weight, h = module["weight"], empty(x.shape, np.float32)
+        norm(total, rows(weight.dtype, floats)(weight), centre, eps, h)
+        added = into(h)
+        return total + (through_mlx(h) if added is None else added)
 
-    return run
-
-
-def _never(x: mx.array) -> bool:
-    return False
+    return OneToken(usual, run)
 
 
 def _compiled() -> Any:
@@ -163,17 +188,28 @@ def _compiled() -> Any:
     return token
 
 
-def _angles(rope: Any) -> Callable[[int], tuple[np.ndarray, np.ndarray, bool]] | None:
+def _angles(rope: Any) -> Callable[[int], _Turn] | None:
     """Cosines and sines of a position, times the factor on the rotated slice, and how pairs are formed."""
     if rope is None:
         return None
-    inverse, factor = 1.0 / np.array(rope.fixed.freqs).astype(np.float64), rope.fixed.factor
-    pairs = bool(rope.traditional)
+    inverse = 1.0 / np.array(rope.fixed.freqs).astype(np.float64)
+    return _turns(inverse.tobytes(), float(rope.fixed.factor), bool(rope.traditional))
 
-    def at(position: int) -> tuple[np.ndarray, np.ndarray, bool]:
-        turned = position * inverse
-        cos, sin = np.cos(turned) * factor, np.sin(turned) * factor
-        return cos.astype(np.float32), sin.astype(np.float32), pairs
+
+@lru_cache(maxsize=32)
+def _turns(frequencies: bytes, factor: float, pairs: bool) -> Callable[[int], _Turn]:
+    """One function for all layers that turn alike: it computes once what they ask for one after another."""
+    inverse, last = np.frombuffer(frequencies), (-1, (_NOTHING, _NOTHING, pairs))
+
+    def at(position: int) -> _Turn:
+        nonlocal last
+        of, turn = last
+        if of != position:
+            turned = position * inverse
+            cos, sin = np.cos(turned) * factor, np.sin(turned) * factor
+            turn = cos.astype(np.float32), sin.astype(np.float32), pairs
+            last = position, turn
+        return turn
 
     return at
 

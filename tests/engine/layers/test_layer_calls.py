@@ -24,6 +24,7 @@ def test_a_layer_takes_few_calls_and_branches(monkeypatch: pytest.MonkeyPatch) -
     described.loader.exec_module(counting)
     counts = counting.count(counting.with_mlx_linear_layers(load(counting.DEMO)[0]))
     assert 20 < counts.python_calls <= 45
+    assert counts.c_calls <= 55
     # Later releases of Python have other instructions.
     if sys.version_info[:2] == (3, 11):
-        assert 15 < counts.branches <= 40
+        assert 15 < counts.branches <= 60
