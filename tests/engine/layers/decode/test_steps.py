@@ -5,6 +5,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_experts.engine.dispatch.trace import Trace, TraceKey
+from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, laid, viewed
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.layers.decode.steps import Call, Merged, Pure, Unit
 from mlx_experts.engine.layers.decode.watched import Watched
@@ -72,6 +73,46 @@ def test_weights_are_those_of_the_moment(compiled, change):
     values = {"x": x}
     run(values, STATE, [])
     assert mx.allclose(values["x"], layer(x))
+
+
+def launch(reads, writes, run):
+    """A step with a form of its own, which gives values in one array and notes how it gets them."""
+    seen = []
+
+    def fused(modules, *inputs):
+        seen.append([type(value) for value in inputs])
+        made = dict(zip(writes, run(*map(viewed, inputs)), strict=True))
+        return tuple(laid(made, "cuda").values())
+
+    def plain(modules, *inputs):
+        raise AssertionError("it has a form of its own")
+
+    return Pure.of("launch", reads, writes, Watched(), plain, lambda: fused), seen
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_a_launch_left_is_handed_on_in_its_array_where_no_call_reads_it(compiled):
+    first, _ = launch(("x",), ("y", "z", "w"), lambda x: (x * 2, x + 1, x - 1))
+    second, seen = launch(("y", "z", "w"), ("h",), lambda y, z, w: (y + z * w,))
+    run = Merged([first, call(("y",), ("y", "w")), second], ("h",), compiled)
+    for x in (3.0, 5.0):
+        values = {"x": mx.full((1, 1, 4), x)}
+        run(values, STATE, [])
+        assert mx.allclose(values["h"], mx.full((1, 1, 4), 2 * x + (x + 1) * 2 * x))
+        assert "z" not in values
+        assert all(isinstance(value, mx.array) for value in values.values())
+    # The call made y and w anew; only z is where the first launch left it.
+    assert seen == [[mx.array, PackedValue, mx.array]] * (1 if compiled else 2)
+
+
+def test_a_step_in_plain_mlx_gets_a_view_of_what_a_launch_left():
+    first, _ = launch(("x",), ("y", "z"), lambda x: (x * 2, x + 1))
+    layer = nn.Linear(4, 4)
+    run = Merged([first, call(("x",), ("x",)), product(layer, ("y", "z"), ("h",))], ("h",), compiled=True)
+    values = {"x": mx.random.normal((1, 1, 4))}
+    want = layer(values["x"] * 3 + 1)
+    run(values, STATE, [])
+    assert mx.allclose(values["h"], want, atol=1e-6)
 
 
 def test_a_compiled_function_is_traced_once_for_many_tokens_and_positions():
