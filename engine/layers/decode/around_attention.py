@@ -97,8 +97,11 @@ class AroundAttention:
             if usual and type(cache) is KVCache:
                 # What mlx-lm's own function and mask come to here: one query sees every key.
                 k, v = extended(cache, values["k"], values["v"])
-                weight = None if sinks is None else attention[sinks].astype(q.dtype)
-                values["a"] = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=weight)
+                if sinks is None:
+                    values["a"] = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+                else:
+                    weight = attention[sinks].astype(q.dtype)
+                    values["a"] = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=weight)
                 return
             mask = visible(state, values["row"], cache, bound)  # type: ignore[arg-type]
             k, v = extended(cache, values["k"], values["v"])

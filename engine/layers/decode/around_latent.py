@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.kernels.gpu.pieces import head_product, head_turns, row_product
 from mlx_experts.engine.kernels.gpu.pieces.head_product import HeadProduct
@@ -18,6 +19,7 @@ from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, Value, vie
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.request import Decline, Device
+from mlx_experts.engine.layers.decode.around_attention import extended
 from mlx_experts.engine.layers.decode.branch import MixerBranch
 from mlx_experts.engine.layers.decode.matrices import dense, launched, norm_of, of_each_head, on_gpu, unread
 from mlx_experts.engine.layers.decode.steps import Call, Pure, Run, Values
@@ -86,10 +88,15 @@ class AroundLatents:
     def _attend(self) -> Any:
         mixer, at, window = self.mixer, self.at, self.mixer._spec.window or None
 
+        usual = window is None and bool(mixer.rope_dim)
+
         def attend(values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
-            cache = caches[at]
-            mask = state.attention_mask(values["row"], cache, window)
-            latent, key = remember(cache, values["l"], values["kr"])
+            cache, mask = caches[at], None
+            if usual and type(cache) is KVCache:
+                latent, key = extended(cache, values["l"], values["kr"])
+            else:
+                mask = state.attention_mask(values["row"], cache, window)
+                latent, key = remember(cache, values["l"], values["kr"])
             values["a"] = mixer.attend_embedded(values["q"], values["qr"], latent, key, mask)
 
         return attend
