@@ -53,14 +53,10 @@ def fused_kernel(device: Device) -> FusedKernel:
     return cast(FusedKernel, importlib.import_module(_BACK_ENDS[device]))
 
 
-def warm(device: Device, large: bool) -> None:
-    """Have a device's fused back-end compiled while a model is loaded, where its code is kept on disk.
-
-    Args:
-        large: whether layers are large enough for several threads.
-    """
+def warm(device: Device) -> None:
+    """Have a device's fused back-end compiled while a model is loaded, where its code is kept on disk."""
     if device == "cpu":
-        importlib.import_module("mlx_experts.engine.kernels.cpu.warm").begin(large)
+        importlib.import_module("mlx_experts.engine.kernels.cpu.warm").begin()
 
 
 class ManyRowsKernel(Protocol):

@@ -38,8 +38,6 @@ from mlx_experts.registry.spec.family import Family
 Progress = Callable[[int, int, str], None]
 # The word for the checkpoint's own dtype, whatever the device.
 STORED = "stored"
-# Bytes of a checkpoint from which its layers are worth several threads.
-_LARGE = 1 << 25
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -122,7 +120,7 @@ def load_checkpoint(
         plan = add_prediction_layer(plan)
     check_sizes(plan, checkpoint)
     if enabled and not lazy:
-        kernels.warm(current_device(), checkpoint.total_bytes >= _LARGE)
+        kernels.warm(current_device())
     args = ModelArgs(plan, config, fused, str(config.get("model_type", "")))
     model = build(args)
     report = LoadReport(plan.family.family, [*checkpoint.notices, *notices])

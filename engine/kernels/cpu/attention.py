@@ -9,11 +9,26 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from mlx_experts.engine.kernels.cpu.driver import DEPTH, _addresses, _room
-from mlx_experts.engine.kernels.cpu.numba_forms import both_forms, call_dot
+from mlx_experts.engine.kernels.cpu.driver import DEPTH
+from mlx_experts.engine.kernels.cpu.numba_forms import (
+    Forms,
+    address,
+    as_float,
+    byte,
+    call_dot,
+    call_loop,
+    packed,
+    read,
+    release,
+    room,
+    store,
+    unpacked,
+    write,
+    zeros,
+)
 from mlx_experts.engine.kernels.cpu.products.tiles import PADDING
 
 QUERIES = 24  # queries of a head that a task takes: whole steps of the dot products
@@ -51,111 +66,129 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return np.float32(0.0) if x < _LEAST else p * _power_of_two(np.int32(whole))
 
 
-@njit(error_model="numpy", fastmath=_FAST, nogil=True)
-def _softmax(logits, seen, sink):  # type: ignore[no-untyped-def]
+@njit(error_model="numpy", fastmath=_FAST)
+def _softmax(logits, seen, width, sink):  # type: ignore[no-untyped-def]
     """The softmax of the first ``seen`` logits in place, zeros behind; a sink only takes its share."""
     top = sink
     for s in range(seen):
-        top = max(top, logits[s])
+        top = max(top, read(logits, s))
     total = np.float32(0)
     for s in range(seen):
-        logits[s] = _exp(logits[s] - top)
-        total += logits[s]
+        power = _exp(read(logits, s) - top)
+        write(logits, s, power)
+        total += power
     if sink > HIDDEN:
         total += _exp(sink - top)
     factor = np.float32(1) / total
     for s in range(seen):
-        logits[s] *= factor
-    for s in range(seen, logits.size):
-        logits[s] = 0
+        write(logits, s, read(logits, s) * factor)
+    for s in range(seen, width):
+        write(logits, s, np.float32(0))
 
 
-@njit(error_model="numpy", nogil=True)
-def _dots(dot, rows, number, inputs, outputs):  # type: ignore[no-untyped-def]
-    """Products of the first ``number`` of ``rows`` [R, P] with inputs, by their addresses, to outputs."""
-    width = rows.shape[1]
+@njit(error_model="numpy")
+def _dots(dot, rows, width, number, inputs, outputs, count):  # type: ignore[no-untyped-def]
+    """Products of ``number`` rows of ``width`` floats with inputs, by their addresses, to outputs."""
     for offset in range(0, width, DEPTH):
-        call_dot(
-            dot,
-            rows.ctypes.data,
-            width * 4,
-            number,
-            inputs.ctypes.data,
-            outputs.ctypes.data,
-            inputs.size,
-            offset,
-            min(DEPTH, width - offset),
-            0,
-            offset,
-        )
+        length = min(DEPTH, width - offset)
+        call_dot(dot, rows, width * 4, number, inputs, outputs, count, offset, length, 0, offset)
 
 
-@njit(error_model="numpy", nogil=True)
-def _turn(values, first, count, turned):  # type: ignore[no-untyped-def]
-    """``count`` rows of ``values`` from ``first`` on as the columns of ``turned`` [e, P], zeros behind."""
+@njit(error_model="numpy")
+def _list_rows(listed, rows, count, width):  # type: ignore[no-untyped-def]
+    """The addresses of rows of ``width`` floats."""
+    for r in range(count):
+        store(listed, r, rows + r * width * 4)
+
+
+@njit(error_model="numpy")
+def _turn(values, count, depth, turned, width):  # type: ignore[no-untyped-def]
+    """``count`` rows of ``depth`` values as the columns of ``turned`` [e, P], which holds zeros."""
     for begin in range(0, count, 16):
         end = min(begin + 16, count)
-        for i in range(turned.shape[0]):
+        for i in range(depth):
             for s in range(begin, end):
-                turned[i, s] = values[first + s, i]
-    for i in range(turned.shape[0]):
-        for s in range(count, turned.shape[1]):
-            turned[i, s] = 0
+                write(turned, i * width + s, read(values, s * depth + i))
 
 
-@njit(error_model="numpy", nogil=True)
-def _padded(rows, first, count, scale, made):  # type: ignore[no-untyped-def]
-    """``count`` rows from ``first`` on, times ``scale``, in ``made`` with zeros behind each."""
+@njit(error_model="numpy")
+def _padded(rows, count, depth, scale, made, width):  # type: ignore[no-untyped-def]
+    """``count`` rows, times ``scale``, in ``made``, whose longer rows hold zeros."""
     for r in range(count):
-        for i in range(rows.shape[1]):
-            made[r, i] = rows[first + r, i] * scale
-        for i in range(rows.shape[1], made.shape[1]):
-            made[r, i] = 0
+        for i in range(depth):
+            write(made, r * width + i, read(rows, r * depth + i) * scale)
 
 
-def _attend_many(dot, sizes, q, keys, values, scale, before, mask, sinks, out):  # type: ignore[no-untyped-def]
+def _lay_out_keys(pair, context):  # type: ignore[no-untyped-def]
+    """The keys of a head in rows as the dot products read them, and its values as columns."""
+    keys, values, by_key, by_value, seen, d, depth, wide, long = unpacked(context, 9)
+    kept = by_key + pair * seen * wide * 4
+    _padded(keys + pair * seen * d * 4, seen, d, np.float32(1), kept, wide)
+    _turn(values + pair * seen * depth * 4, seen, depth, by_value + pair * depth * long * 4, long)
+
+
+def _attend_block(task, context):  # type: ignore[no-untyped-def]
+    """Some queries of one head."""
+    (
+        dot, q, by_key, by_value, out, batch, heads, groups, length, seen, d, depth, wide, long, blocks,
+        before, mask, mask_rows, sinks, scale_bits,
+    ) = unpacked(context, 20)  # fmt: skip
+    # The last queries see most: they go first.
+    block, b, head = blocks - 1 - task // (batch * heads), task // heads % batch, task % heads
+    first = block * QUERIES
+    count = min(QUERIES, length - first)
+    ours, logits, found = zeros(count * wide * 4), room(count * long * 4), room(count * depth * 4)
+    from_ours, from_logits, to_found = room(count * 8), room(count * 8), room(count * 8)
+    _list_rows(from_ours, ours, count, wide)
+    _list_rows(from_logits, logits, count, long)
+    _list_rows(to_found, found, count, depth)
+    _padded(q + ((b * heads + head) * length + first) * d * 4, count, d, as_float(scale_bits), ours, wide)
+    reach = seen if before < 0 else min(seen, before + first + count)
+    pair = b * groups + head // (heads // groups)
+    _dots(dot, by_key + pair * seen * wide * 4, wide, reach, from_ours, from_logits, count)
+    sink = read(sinks, head) if sinks != 0 else HIDDEN
+    for r in range(count):
+        limit = reach if before < 0 else min(seen, before + first + r + 1)
+        ours_at = logits + r * long * 4
+        if mask_rows != 0:
+            row = (b * length + first + r) % mask_rows
+            for s in range(limit):
+                if byte(mask, row * seen + s) == 0:
+                    write(ours_at, s, HIDDEN)
+        _softmax(ours_at, limit, long, sink)
+    _dots(dot, by_value + pair * depth * long * 4, long, depth, from_logits, to_found, count)
+    for r in range(count):
+        target = ((b * length + first + r) * heads + head) * depth
+        for i in range(depth):
+            write(out, target + i, read(found, r * depth + i))
+    release(ours, logits, found, from_ours, from_logits, to_found)
+
+
+def _attend_many(  # type: ignore[no-untyped-def]
+    loop, lay_out_keys, attend_block, dot, sizes, q, keys, values, scale, before, mask, sinks, out
+):
     """Fill ``out`` [B L h, e] from ``q`` [B h L, d], ``keys`` [B g S, d] and ``values`` [B g S, e].
 
     ``sizes`` are B, h, g, L and S. ``before`` keys are seen by the first query and one more by each next one;
     all by each where it is negative. ``mask`` [B L, S] (or [L, S], or empty) hides more. ``sinks`` [h] may be
-    empty. Rows of rows, and no slices that are written to: numba compiles those for seconds.
+    empty.
     """
     batch, heads, groups, length, seen = sizes
-    share, depth = heads // groups, values.shape[1]
-    wide = (q.shape[1] + PADDING - 1) // PADDING * PADDING
+    d, depth = q.shape[1], values.shape[1]
+    wide = (d + PADDING - 1) // PADDING * PADDING
     long = (seen + PADDING - 1) // PADDING * PADDING
-    by_key, by_value = _room(batch * groups * seen, wide), _room(batch * groups * depth, long)
-    for pair in prange(batch * groups):
-        some = by_key[pair * seen : (pair + 1) * seen]
-        _padded(keys, pair * seen, seen, np.float32(1), some)
-        _turn(values, pair * seen, seen, by_value[pair * depth : (pair + 1) * depth])
+    by_key, by_value = zeros(batch * groups * seen * wide * 4), zeros(batch * groups * depth * long * 4)
+    laid = packed(address(keys), address(values), by_key, by_value, seen, d, depth, wide, long)
+    call_loop(loop, lay_out_keys, batch * groups, laid)
 
     blocks = (length + QUERIES - 1) // QUERIES
-    for task in prange(batch * heads * blocks):
-        # The last queries see most: they go first.
-        block, b, head = blocks - 1 - task // (batch * heads), task // heads % batch, task % heads
-        first = block * QUERIES
-        count = min(QUERIES, length - first)
-        ours, logits, found = _room(count, wide), _room(count, long), _room(count, depth)
-        _padded(q, (b * heads + head) * length + first, count, scale, ours)
-        reach = seen if before < 0 else min(seen, before + first + count)
-        pair = b * groups + head // share
-        to_logits = _addresses(logits)
-        _dots(dot, by_key[pair * seen : (pair + 1) * seen], reach, _addresses(ours), to_logits)
-        sink = sinks[head] if sinks.size else HIDDEN
-        for r in range(count):
-            limit = reach if before < 0 else min(seen, before + first + r + 1)
-            if mask.size:
-                row = (b * length + first + r) % mask.shape[0]
-                for s in range(limit):
-                    if not mask[row, s]:
-                        logits[r, s] = HIDDEN
-            _softmax(logits[r], limit, sink)
-        _dots(dot, by_value[pair * depth : (pair + 1) * depth], depth, to_logits, _addresses(found))
-        for r in range(count):
-            target = (b * length + first + r) * heads + head
-            for i in range(depth):
-                out[target, i] = found[r, i]
+    context = packed(
+        dot, address(q), by_key, by_value, address(out), batch, heads, groups, length, seen, d, depth, wide,
+        long, blocks, before, address(mask), mask.shape[0] if mask.size else 0,
+        address(sinks) if sinks.size else 0, scale,
+    )  # fmt: skip
+    call_loop(loop, attend_block, batch * heads * blocks, context)
+    release(by_key, by_value)
 
 
-attend_many = both_forms(_attend_many)
+attend_many = Forms(_attend_many, _lay_out_keys, _attend_block)

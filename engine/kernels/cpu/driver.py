@@ -1,27 +1,40 @@
-"""What numba compiles of the CPU computation, for all formats at once: its order, and the router.
+"""What numba compiles of the matrices' computation on the CPU, for all formats at once: its order.
 
 One row goes through products of packed rows; many rows through tiles of decoded weights (see ``tiles``). A
 stack comes as a vector of integers (``FUNCTION`` and following): addresses, shape and strides. Offsets are
 64-bit. Nothing here checks shapes: the gate has.
+
+Arrays are addresses of what lies in memory row after row, float32 unless said otherwise: numba takes a
+multiple of the time to compile what is done to its own arrays.
 """
 
 from __future__ import annotations
 
-import math
 import os
 
 import numpy as np
 from numba import get_num_threads, njit, prange, set_num_threads
 
 from mlx_experts.engine.kernels.cpu.numba_forms import (
-    both_forms,
+    Forms,
+    address,
+    as_float,
     call_activation,
     call_decode,
     call_dot,
+    call_loop,
     call_quantise,
     call_rows,
-    kept_on_disk,
+    number,
+    packed,
     read,
+    release,
+    room,
+    store,
+    unpacked,
+    whole32,
+    write,
+    zeros,
 )
 
 (
@@ -51,7 +64,6 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
 # One task's rows of gate and up; whole blocks of down (at most 32 weights), so that tasks share none.
 ROWS_AT_ONCE = 64
 OUTPUTS_AT_ONCE = 32  # one task's rows of down
-LINE = 16  # floats of a cache line
 TILE, LOW_TILE = 16, 4  # rows of weights that are decoded at once; few while they serve few inputs
 LOW_UP_TO = 12  # inputs
 DEPTH = 1024  # floats of a row that are multiplied at once, so that six inputs stay in the nearest cache
@@ -59,219 +71,358 @@ NVFP4_LARGEST = 6 * 448  # what decoded weights are divided by beside their glob
 FEW = 3  # inputs up to which reading packed rows again costs less than decoding them
 
 
-@njit
-def _room(rows, columns):  # type: ignore[no-untyped-def]
-    """A matrix of zeros that begins at a cache line: a vector that straddles two costs twice."""
-    room = np.zeros(rows * columns + LINE, np.float32)
-    skip = -(np.int64(room.ctypes.data) // 4) % LINE
-    return room[skip : skip + rows * columns].reshape(rows, columns)
-
-
-@njit(error_model="numpy", nogil=True)
+@njit(error_model="numpy")
 def _factor(stack, expert):  # type: ignore[no-untyped-def]
     """What the products of an expert with a global scale are multiplied by."""
-    return read(stack[SCALE_OF_ALL], expert) / np.float32(NVFP4_LARGEST)
+    return read(number(stack, SCALE_OF_ALL), expert) / np.float32(NVFP4_LARGEST)
 
 
-@njit(error_model="numpy", nogil=True)
+@njit(error_model="numpy")
 def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped-def]
     """``count`` rows of one expert times the input, with its factor and its biases, into ``out``."""
-    at = expert * stack[ROWS] + first
-    scales = at * stack[SCALE_BYTES]
+    at = expert * number(stack, ROWS) + first
+    scales = at * number(stack, SCALE_BYTES)
     call_rows(
-        stack[FUNCTION],
-        stack[WEIGHT] + at * stack[ROW_BYTES],
-        stack[SCALES] + scales,
-        stack[BIASES] + scales,
-        stack[ROW_BYTES],
-        stack[SCALE_BYTES],
+        number(stack, FUNCTION),
+        number(stack, WEIGHT) + at * number(stack, ROW_BYTES),
+        number(stack, SCALES) + scales,
+        number(stack, BIASES) + scales,
+        number(stack, ROW_BYTES),
+        number(stack, SCALE_BYTES),
         count,
-        x.ctypes.data,
-        sums.ctypes.data,
-        stack[BLOCKS],
-        out.ctypes.data,
+        x,
+        sums,
+        number(stack, BLOCKS),
+        out,
     )
-    if stack[SCALE_OF_ALL] != 0:
+    if number(stack, SCALE_OF_ALL) != 0:
         for row in range(count):
-            out[row] *= _factor(stack, expert)
-    if stack[BIAS] != 0:
+            write(out, row, read(out, row) * _factor(stack, expert))
+    if number(stack, BIAS) != 0:
         for row in range(count):
-            out[row] += read(stack[BIAS], at + row)
+            write(out, row, read(out, row) + read(number(stack, BIAS), at + row))
 
 
-@njit(error_model="numpy", nogil=True)
+@njit(error_model="numpy")
 def _lay_out(stack, values, first, count, planes, sums):  # type: ignore[no-untyped-def]
     """Put inputs ``first`` and following, whole blocks of them, where the product of rows wants them."""
-    if stack[QUANTISE] != 0:
-        into, beside = planes.ctypes.data, sums.ctypes.data
-        call_quantise(stack[QUANTISE], values.ctypes.data, first, count, into, beside, stack[BLOCKS])
+    size, blocks = number(stack, WEIGHTS), number(stack, BLOCKS)
+    if number(stack, QUANTISE) != 0:
+        call_quantise(number(stack, QUANTISE), values, first, count, planes, sums, blocks)
         return
-    size = stack[WEIGHTS]
     for i in range(count // size):
         block = first // size + i
         total = np.float32(0)
         for position in range(size):
-            value = values[i * size + position]
-            planes[position * stack[BLOCKS] + block] = value * read(stack[PLANE_SCALES], position)
+            value = read(values, i * size + position)
+            scale = read(number(stack, PLANE_SCALES), position)
+            write(planes, position * blocks + block, value * scale)
             total += value
-        sums[block] = total
+        write(sums, block, total)
+
+
+def _hidden_task(task, context):  # type: ignore[no-untyped-def]
+    """Some hidden values of one expert, laid out for its down projection."""
+    (
+        gated, gate, up, down, act, alpha, limit, tasks, indices, x_up, up_sums, x_gate, gate_sums, hidden,
+        hidden_sums,
+    ) = unpacked(context, 15)  # fmt: skip
+    f = number(up, ROWS)
+    k, first = task // tasks, task % tasks * ROWS_AT_ONCE
+    count, expert = min(ROWS_AT_ONCE, f - first), whole32(indices, k)
+    u, g = room(ROWS_AT_ONCE * 4), room(ROWS_AT_ONCE * 4)
+    _rows(up, expert, first, count, x_up, up_sums, u)
+    if gated != 0:
+        _rows(gate, expert, first, count, x_gate, gate_sums, g)
+    for row in range(count):
+        value = read(u, row)
+        other = read(g, row) if gated != 0 else value
+        write(u, row, call_activation(act, other, value, as_float(alpha), as_float(limit)))
+    _lay_out(down, u, first, count, hidden + k * f * 4, hidden_sums + k * 8 * number(down, BLOCKS))
+    release(u, g)
+
+
+def _output_task(task, context):  # type: ignore[no-untyped-def]
+    """Some outputs of one token: the weighted sum over its experts."""
+    down, f, h, top_k, indices, weights, hidden, hidden_sums, out = unpacked(context, 9)
+    first = task * OUTPUTS_AT_ONCE
+    count = min(OUTPUTS_AT_ONCE, h - first)
+    part, total = room(OUTPUTS_AT_ONCE * 4), zeros(OUTPUTS_AT_ONCE * 4)
+    for k in range(top_k):
+        sums = hidden_sums + k * 8 * number(down, BLOCKS)
+        _rows(down, whole32(indices, k), first, count, hidden + k * f * 4, sums, part)
+        for row in range(count):
+            write(total, row, read(total, row) + read(weights, k) * read(part, row))
+    for row in range(count):
+        write(out, first + row, read(total, row))
+    release(part, total)
 
 
 def _run(  # type: ignore[no-untyped-def]
-    gated, gate, up, down, act, alpha, limit, num_experts, x, indices, weights, out
-):
+    loop, hidden_task, output_task, gated, gate_, up_, down_, act, alpha, limit, num_experts, x, indices_,
+    weights, out
+):  # fmt: skip
     """Fill ``out`` [H]; returns -1, or the position of the first index that is no expert.
 
     The input is laid out once for gate and once for up, since their formats may differ.
     """
-    top_k, h, f = indices.size, x.size, up[ROWS]
+    gate, up, down, indices = address(gate_), address(up_), address(down_), address(indices_)
+    top_k, h, f = indices_.size, x.size, number(up, ROWS)
     for k in range(top_k):
-        if indices[k] < 0 or indices[k] >= num_experts:
+        if whole32(indices, k) < 0 or whole32(indices, k) >= num_experts:
             return k
-    x_up, up_sums = _room(1, h)[0], np.empty(2 * up[BLOCKS], np.float32)
-    _lay_out(up, x, 0, h, x_up, up_sums)
-    x_gate, gate_sums = _room(1, h)[0], np.empty(2 * gate[BLOCKS], np.float32)
+    x_up, up_sums = zeros(h * 4), room(8 * number(up, BLOCKS))
+    _lay_out(up, address(x), 0, h, x_up, up_sums)
+    x_gate, gate_sums = zeros(h * 4), room(8 * number(gate, BLOCKS))
     if gated:
-        _lay_out(gate, x, 0, h, x_gate, gate_sums)
+        _lay_out(gate, address(x), 0, h, x_gate, gate_sums)
 
     tasks = (f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
-    hidden = _room(top_k, f)
-    hidden_sums = np.empty((top_k, 2 * down[BLOCKS]), np.float32)
-    for task in prange(top_k * tasks):
-        k, first = task // tasks, task % tasks * ROWS_AT_ONCE
-        count = min(ROWS_AT_ONCE, f - first)
-        u, g = np.empty(ROWS_AT_ONCE, np.float32), np.empty(ROWS_AT_ONCE, np.float32)
-        _rows(up, indices[k], first, count, x_up, up_sums, u)
-        if gated:
-            _rows(gate, indices[k], first, count, x_gate, gate_sums, g)
-        for row in range(count):
-            u[row] = call_activation(act, g[row] if gated else u[row], u[row], alpha, limit)
-        _lay_out(down, u, first, count, hidden[k], hidden_sums[k])
-
-    for task in prange((h + OUTPUTS_AT_ONCE - 1) // OUTPUTS_AT_ONCE):
-        first = task * OUTPUTS_AT_ONCE
-        count = min(OUTPUTS_AT_ONCE, h - first)
-        part = np.empty(OUTPUTS_AT_ONCE, np.float32)
-        total = np.zeros(OUTPUTS_AT_ONCE, np.float32)
-        for k in range(top_k):
-            _rows(down, indices[k], first, count, hidden[k], hidden_sums[k], part)
-            for row in range(count):
-                total[row] += weights[k] * part[row]
-        for row in range(count):
-            out[first + row] = total[row]
+    hidden, hidden_sums = zeros(top_k * f * 4), room(top_k * 8 * number(down, BLOCKS))
+    context = packed(
+        gated, gate, up, down, act, alpha, limit, tasks, indices, x_up, up_sums, x_gate, gate_sums, hidden,
+        hidden_sums,
+    )  # fmt: skip
+    call_loop(loop, hidden_task, top_k * tasks, context)
+    context = packed(down, f, h, top_k, indices, address(weights), hidden, hidden_sums, address(out))
+    call_loop(loop, output_task, (h + OUTPUTS_AT_ONCE - 1) // OUTPUTS_AT_ONCE, context)
+    release(x_up, up_sums, x_gate, gate_sums, hidden, hidden_sums)
     return -1
 
 
-@njit(error_model="numpy", nogil=True)
+@njit(error_model="numpy")
 def _spread(stack, values, row):  # type: ignore[no-untyped-def]
     """Put an input in the order of decoded rows, and zeros behind it."""
-    size, blocks = stack[WEIGHTS], stack[BLOCKS]
+    size, blocks = number(stack, WEIGHTS), number(stack, BLOCKS)
     for i in range(blocks):
         for position in range(size):
-            row[position * blocks + i] = values[i * size + position]
-    for i in range(size * blocks, row.size):
-        row[i] = 0
+            write(row, position * blocks + i, read(values, i * size + position))
+    for i in range(size * blocks, number(stack, PADDED)):
+        write(row, i, np.float32(0))
 
 
-@njit
+@njit(error_model="numpy")
 def _height(inputs):  # type: ignore[no-untyped-def]
     """Rows of a tile for this number of inputs."""
     return LOW_TILE if inputs <= LOW_UP_TO else TILE
 
 
-@njit
-def _addresses(matrix):  # type: ignore[no-untyped-def]
-    """Where each row of a matrix lies; whoever asks keeps the matrix."""
-    return np.int64(matrix.ctypes.data) + np.arange(matrix.shape[0]) * (matrix.shape[1] * matrix.itemsize)
-
-
-@njit(error_model="numpy", nogil=True)
-def _tile(stack, dot, expert, first, count, scratch, inputs, outputs, column):  # type: ignore[no-untyped-def]
+@njit(error_model="numpy")
+def _tile(  # type: ignore[no-untyped-def]
+    stack, dot, expert, first, count, scratch, inputs, outputs, number_of, column
+):
     """``count`` rows of one matrix times several inputs, to ``column`` and following of each one's output.
 
-    ``inputs`` and ``outputs`` are addresses of rows; factors and biases are left out.
+    ``inputs`` and ``outputs`` are lists of addresses of rows; factors and biases are left out.
     """
-    at = expert * stack[ROWS] + first
-    weights, stride = stack[WEIGHT] + at * stack[ROW_BYTES], stack[ROW_BYTES]
-    if stack[DECODE] != 0:
-        scales = at * stack[SCALE_BYTES]
-        stride = stack[PADDED] * 4
+    at = expert * number(stack, ROWS) + first
+    weights, stride = number(stack, WEIGHT) + at * number(stack, ROW_BYTES), number(stack, ROW_BYTES)
+    padded = number(stack, PADDED)
+    if number(stack, DECODE) != 0:
+        scales = at * number(stack, SCALE_BYTES)
+        stride = padded * 4
         call_decode(
-            stack[DECODE],
+            number(stack, DECODE),
             weights,
-            stack[SCALES] + scales,
-            stack[BIASES] + scales,
-            stack[ROW_BYTES],
-            stack[SCALE_BYTES],
+            number(stack, SCALES) + scales,
+            number(stack, BIASES) + scales,
+            number(stack, ROW_BYTES),
+            number(stack, SCALE_BYTES),
             count,
-            stack[BLOCKS],
-            scratch.ctypes.data,
+            number(stack, BLOCKS),
+            scratch,
             stride,
         )
-        weights = scratch.ctypes.data
-    for offset in range(0, stack[PADDED], DEPTH):
-        length = min(DEPTH, stack[PADDED] - offset)
-        call_dot(
-            dot,
-            weights,
-            stride,
-            count,
-            inputs.ctypes.data,
-            outputs.ctypes.data,
-            inputs.size,
-            offset,
-            length,
-            column,
-            offset,
-        )
+        weights = scratch
+    for offset in range(0, padded, DEPTH):
+        length = min(DEPTH, padded - offset)
+        call_dot(dot, weights, stride, count, inputs, outputs, number_of, offset, length, column, offset)
 
 
-@njit(error_model="numpy", nogil=True)
+@njit(error_model="numpy")
 def _completed(stack, expert, row, value):  # type: ignore[no-untyped-def]
     """A product of one row with the factor and the bias that its matrix has."""
-    if stack[SCALE_OF_ALL] != 0:
+    if number(stack, SCALE_OF_ALL) != 0:
         value *= _factor(stack, expert)
-    if stack[BIAS] != 0:
-        value += read(stack[BIAS], expert * stack[ROWS] + row)
+    if number(stack, BIAS) != 0:
+        value += read(number(stack, BIAS), expert * number(stack, ROWS) + row)
     return value
 
 
-def _linear(stack, dot, parts, x, out):  # type: ignore[no-untyped-def]
-    """Fill ``out`` [R, N] with the products of one matrix with the rows of ``x`` [R, M]."""
-    count, width, rows = x.shape[0], x.shape[1], stack[ROWS]
-    if count <= FEW:
-        planes = _room(count, width)
-        sums = np.empty((count, 2 * stack[BLOCKS]), np.float32)
-        for r in range(count):
-            _lay_out(stack, x[r], 0, width, planes[r], sums[r])
-        for task in prange((rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
-            first = task * ROWS_AT_ONCE
-            some = min(ROWS_AT_ONCE, rows - first)
-            for r in range(count):
-                _rows(stack, 0, first, some, planes[r], sums[r], out[r, first : first + some])
-        return
-    padded = stack[PADDED]
-    spread = _room(count, padded)
+def _few_inputs(task, context):  # type: ignore[no-untyped-def]
+    """Some rows of a matrix times a few inputs, straight from the packed rows."""
+    stack, count, width, planes, sums, out = unpacked(context, 6)
+    rows, first = number(stack, ROWS), task * ROWS_AT_ONCE
+    some = min(ROWS_AT_ONCE, rows - first)
     for r in range(count):
-        _spread(stack, x[r], spread[r])
-    height = _height(count)
+        summed = sums + r * 8 * number(stack, BLOCKS)
+        _rows(stack, 0, first, some, planes + r * width * 4, summed, out + (r * rows + first) * 4)
+
+
+def _many_inputs(part, context):  # type: ignore[no-untyped-def]
+    """One share of a matrix's rows times many inputs, by tiles."""
+    stack, dot, shares, count, height, inputs, outputs, out = unpacked(context, 8)
+    rows = number(stack, ROWS)
     tiles = (rows + height - 1) // height
-    parts = min(tiles, parts)
-    for part in prange(parts):
-        scratch = _room(height, padded)
-        inputs, outputs = _addresses(spread), _addresses(out)
-        for tile in range(tiles * part // parts, tiles * (part + 1) // parts):
-            first = tile * height
-            some = min(height, rows - first)
-            _tile(stack, dot, 0, first, some, scratch, inputs, outputs, first)
-            for r in range(count):
-                for i in range(first, first + some):
-                    out[r, i] = _completed(stack, 0, i, out[r, i])
+    scratch = zeros(height * number(stack, PADDED) * 4)
+    for tile in range(tiles * part // shares, tiles * (part + 1) // shares):
+        first = tile * height
+        some = min(height, rows - first)
+        _tile(stack, dot, 0, first, some, scratch, inputs, outputs, count, first)
+        for r in range(count):
+            for i in range(first, first + some):
+                write(out, r * rows + i, _completed(stack, 0, i, read(out, r * rows + i)))
+    release(scratch)
+
+
+def _linear(  # type: ignore[no-untyped-def]
+    loop, few_inputs, many_inputs, stack_, dot, parts, x, out
+):
+    """Fill ``out`` [R, N] with the products of one matrix with the rows of ``x`` [R, M]."""
+    stack, from_x, to_out = address(stack_), address(x), address(out)
+    count, width, rows = x.shape[0], x.shape[1], number(stack, ROWS)
+    if count <= FEW:
+        planes, sums = zeros(count * width * 4), room(count * 8 * number(stack, BLOCKS))
+        for r in range(count):
+            to_sums = sums + r * 8 * number(stack, BLOCKS)
+            _lay_out(stack, from_x + r * width * 4, 0, width, planes + r * width * 4, to_sums)
+        context = packed(stack, count, width, planes, sums, to_out)
+        call_loop(loop, few_inputs, (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, context)
+        release(planes, sums)
+        return
+    each = number(stack, PADDED) * 4
+    spread, inputs, outputs = room(count * each), room(count * 8), room(count * 8)
+    for r in range(count):
+        _spread(stack, from_x + r * width * 4, spread + r * each)
+        store(inputs, r, spread + r * each)
+        store(outputs, r, to_out + r * rows * 4)
+    height = _height(count)
+    shares = min((rows + height - 1) // height, parts)
+    context = packed(stack, dot, shares, count, height, inputs, outputs, to_out)
+    call_loop(loop, many_inputs, shares, context)
+    release(spread, inputs, outputs)
+
+
+def _hidden_share(part, context):  # type: ignore[no-untyped-def]
+    """One share of the hidden values' rows, for all experts in use."""
+    (
+        gated, gate, up, down, act, alpha, limit, dot, shares, turn, turns, top_k, h, most, begins, order,
+        planes_up, sums_up, planes_gate, sums_gate, from_up, from_gate, hidden, hidden_sums,
+    ) = unpacked(context, 24)  # fmt: skip
+    f, step = number(up, ROWS), ROWS_AT_ONCE  # whole blocks of down, so that tasks share none
+    tasks, size, blocks = (f + step - 1) // step, number(down, WEIGHTS), number(down, BLOCKS)
+    scratch = zeros(TILE * max(number(up, PADDED), number(gate, PADDED)) * 4)
+    u, g, to_u, to_g = room(most * step * 4), room(most * step * 4), room(most * 8), room(most * 8)
+    for r in range(most):
+        store(to_u, r, u + r * step * 4)
+        store(to_g, r, g + r * step * 4)
+    for t in range(turns):
+        e = number(turn, t)
+        begin, inputs = number(begins, e), number(begins, e + 1) - number(begins, e)
+        if inputs == 0:
+            continue
+        for task in range(tasks * part // shares, tasks * (part + 1) // shares):
+            first = task * step
+            count = min(step, f - first)
+            if inputs <= FEW:
+                for r in range(inputs):
+                    token = number(order, begin + r) // top_k
+                    x, sums = planes_up + token * h * 4, sums_up + token * 8 * number(up, BLOCKS)
+                    _rows(up, e, first, count, x, sums, number(to_u, r))
+                    if gated != 0:
+                        x, sums = planes_gate + token * h * 4, sums_gate + token * 8 * number(gate, BLOCKS)
+                        _rows(gate, e, first, count, x, sums, number(to_g, r))
+            else:
+                height = _height(inputs)
+                for row in range(0, count, height):
+                    some, at = min(height, count - row), first + row
+                    _tile(up, dot, e, at, some, scratch, from_up + begin * 8, to_u, inputs, row)
+                    if gated != 0:
+                        _tile(gate, dot, e, at, some, scratch, from_gate + begin * 8, to_g, inputs, row)
+                for r in range(inputs):
+                    own_u, own_g = number(to_u, r), number(to_g, r)
+                    for row in range(count):
+                        write(own_u, row, _completed(up, e, first + row, read(own_u, row)))
+                        if gated != 0:
+                            write(own_g, row, _completed(gate, e, first + row, read(own_g, row)))
+            for r in range(inputs):
+                own_u, own_g = number(to_u, r), number(to_g, r)
+                into = hidden + (begin + r) * number(down, PADDED) * 4
+                for row in range(count):
+                    value = read(own_u, row)
+                    other = read(own_g, row) if gated != 0 else value
+                    write(own_u, row, call_activation(act, other, value, as_float(alpha), as_float(limit)))
+                if inputs <= FEW:
+                    _lay_out(down, own_u, first, count, into, hidden_sums + (begin + r) * 8 * blocks)
+                else:
+                    for row in range(count):
+                        block, position = (first + row) // size, (first + row) % size
+                        write(into, position * blocks + block, read(own_u, row))
+    release(scratch, u, g, to_u, to_g)
+
+
+def _output_share(part, context):  # type: ignore[no-untyped-def]
+    """One share of the outputs' columns, for all experts in use in their turn."""
+    (
+        down, dot, shares, turn, turns, top_k, h, most, begins, order, hidden, hidden_sums, from_hidden,
+        weights, out,
+    ) = unpacked(context, 15)  # fmt: skip
+    step, padded, blocks = ROWS_AT_ONCE, number(down, PADDED), number(down, BLOCKS)
+    tiles = (h + step - 1) // step
+    scratch, y, to_y = zeros(TILE * padded * 4), room(most * step * 4), room(most * 8)
+    for r in range(most):
+        store(to_y, r, y + r * step * 4)
+    for t in range(turns):
+        e = number(turn, t)
+        begin, inputs = number(begins, e), number(begins, e + 1) - number(begins, e)
+        if inputs == 0:
+            continue
+        for tile in range(tiles * part // shares, tiles * (part + 1) // shares):
+            first = tile * step
+            count = min(step, h - first)
+            if inputs <= FEW:
+                for r in range(begin, begin + inputs):
+                    sums = hidden_sums + r * 8 * blocks
+                    _rows(down, e, first, count, hidden + r * padded * 4, sums, number(to_y, r - begin))
+            else:
+                height = _height(inputs)
+                for row in range(0, count, height):
+                    some, at = min(height, count - row), first + row
+                    _tile(down, dot, e, at, some, scratch, from_hidden + begin * 8, to_y, inputs, row)
+            for r in range(inputs):
+                pair, own = number(order, begin + r), number(to_y, r)
+                share, into = read(weights, pair), out + (pair // top_k * h + first) * 4
+                for row in range(count):
+                    value = read(own, row)
+                    if inputs > FEW:
+                        value = _completed(down, e, first + row, value)
+                    write(into, row, read(into, row) + share * value)
+    release(scratch, y, to_y)
+
+
+@njit(error_model="numpy")
+def _counted(indices, pairs, experts, some_left, begins):  # type: ignore[no-untyped-def]
+    """Where each expert's pairs begin among all, in ``begins``.
+
+    Returns the most pairs of an expert, or -1 minus the position of the first index that is no expert.
+    """
+    for pair in range(pairs):
+        e = whole32(indices, pair)
+        if some_left and e == -1:
+            continue
+        if e < 0 or e >= experts:
+            return -1 - pair
+        store(begins, e + 1, number(begins, e + 1) + 1)
+    most = 0
+    for e in range(experts):
+        most = max(most, number(begins, e + 1))
+        store(begins, e + 1, number(begins, e + 1) + number(begins, e))
+    return most
 
 
 def _run_many(  # type: ignore[no-untyped-def]
-    gated, gate, up, down, act, alpha, limit, num_experts, dot, parts, turn, some_left, x, indices, weights,
-    out
+    loop, hidden_share, output_share, gated, gate_, up_, down_, act, alpha, limit, num_experts, dot, parts,
+    turn, some_left, x_, indices_, weights, out
 ):  # fmt: skip
     """Add to ``out`` [T, H] for T tokens; returns -1, or the position of the first index that is no expert.
 
@@ -280,113 +431,54 @@ def _run_many(  # type: ignore[no-untyped-def]
     experts, and adds to an output in the order of ``turn``, which names the experts of this call. With
     ``some_left`` an index of -1 is a pair of another call.
     """
-    tokens, top_k = indices.shape
-    h, f = x.shape[1], up[ROWS]
-    flat = indices.reshape(indices.size)
-    begins = np.zeros(num_experts + 1, np.int64)
-    pairs = 0
-    for pair in range(flat.size):
-        if some_left and flat[pair] == -1:
-            continue
-        if flat[pair] < 0 or flat[pair] >= num_experts:
-            return pair
-        begins[flat[pair] + 1] += 1
-        pairs += 1
-    most = 0
-    for e in range(num_experts):
-        most = max(most, begins[e + 1])
-        begins[e + 1] += begins[e]
-    order, filled = np.empty(pairs, np.int64), begins.copy()
-    for pair in range(flat.size):
-        if flat[pair] >= 0:
-            order[filled[flat[pair]]] = pair
-            filled[flat[pair]] += 1
-
-    planes_up, sums_up = _room(tokens, h), np.empty((tokens, 2 * up[BLOCKS]), np.float32)
-    planes_gate, sums_gate = _room(tokens, h), np.empty((tokens, 2 * gate[BLOCKS]), np.float32)
-    spread_up = _room(tokens, up[PADDED])
-    spread_gate = _room(tokens, gate[PADDED])
+    gate, up, down, indices = address(gate_), address(up_), address(down_), address(indices_)
+    tokens, top_k = indices_.shape
+    h, f = x_.shape[1], number(up, ROWS)
+    begins = zeros((num_experts + 1) * 8)
+    most = _counted(indices, tokens * top_k, num_experts, some_left, begins)
+    if most < 0:
+        release(begins)
+        return -1 - most
+    pairs = number(begins, num_experts)
+    planes_up, sums_up = zeros(tokens * h * 4), room(tokens * 8 * number(up, BLOCKS))
+    planes_gate, sums_gate = zeros(tokens * h * 4), room(tokens * 8 * number(gate, BLOCKS))
+    each_up, each_gate, each = number(up, PADDED) * 4, number(gate, PADDED) * 4, number(down, PADDED) * 4
+    spread_up, spread_gate = room(tokens * each_up), room(tokens * each_gate)
     for t in range(tokens):
-        _lay_out(up, x[t], 0, h, planes_up[t], sums_up[t])
-        _spread(up, x[t], spread_up[t])
+        x = address(x_) + t * h * 4
+        _lay_out(up, x, 0, h, planes_up + t * h * 4, sums_up + t * 8 * number(up, BLOCKS))
+        _spread(up, x, spread_up + t * each_up)
         if gated:
-            _lay_out(gate, x[t], 0, h, planes_gate[t], sums_gate[t])
-            _spread(gate, x[t], spread_gate[t])
+            _lay_out(gate, x, 0, h, planes_gate + t * h * 4, sums_gate + t * 8 * number(gate, BLOCKS))
+            _spread(gate, x, spread_gate + t * each_gate)
 
-    hidden = _room(pairs, down[PADDED])
-    hidden_sums = np.empty((pairs, 2 * down[BLOCKS]), np.float32)
-    step = ROWS_AT_ONCE  # whole blocks of down, so that tasks share none
-    tasks = (f + step - 1) // step
-    shares = min(tasks, parts)
-    for part in prange(shares):
-        scratch = _room(TILE, max(up[PADDED], gate[PADDED]))
-        u, g = np.empty((most, step), np.float32), np.empty((most, step), np.float32)
-        to_u, to_g = _addresses(u), _addresses(g)
-        from_up, from_gate = _addresses(spread_up)[order // top_k], _addresses(spread_gate)[order // top_k]
-        for e in turn:
-            begin, number = begins[e], begins[e + 1] - begins[e]
-            if number == 0:
-                continue
-            for task in range(tasks * part // shares, tasks * (part + 1) // shares):
-                first = task * step
-                count = min(step, f - first)
-                if number <= FEW:
-                    for r in range(number):
-                        token = order[begin + r] // top_k
-                        _rows(up, e, first, count, planes_up[token], sums_up[token], u[r])
-                        if gated:
-                            _rows(gate, e, first, count, planes_gate[token], sums_gate[token], g[r])
-                else:
-                    end, height = begin + number, _height(number)
-                    for row in range(0, count, height):
-                        some, at = min(height, count - row), first + row
-                        _tile(up, dot, e, at, some, scratch, from_up[begin:end], to_u, row)
-                        if gated:
-                            _tile(gate, dot, e, at, some, scratch, from_gate[begin:end], to_g, row)
-                    for r in range(number):
-                        for row in range(count):
-                            u[r, row] = _completed(up, e, first + row, u[r, row])
-                            if gated:
-                                g[r, row] = _completed(gate, e, first + row, g[r, row])
-                for r in range(number):
-                    for row in range(count):
-                        value = u[r, row]
-                        u[r, row] = call_activation(act, g[r, row] if gated else value, value, alpha, limit)
-                    if number <= FEW:
-                        _lay_out(down, u[r], first, count, hidden[begin + r], hidden_sums[begin + r])
-                    else:
-                        for row in range(count):
-                            block, position = (first + row) // down[WEIGHTS], (first + row) % down[WEIGHTS]
-                            hidden[begin + r, position * down[BLOCKS] + block] = u[r, row]
+    hidden, hidden_sums = zeros(pairs * each), room(pairs * 8 * number(down, BLOCKS))
+    order, filled = room(pairs * 8), zeros(num_experts * 8)
+    from_up, from_gate, from_hidden = room(pairs * 8), room(pairs * 8), room(pairs * 8)
+    for pair in range(tokens * top_k):
+        e = whole32(indices, pair)
+        if e >= 0:
+            row, token = number(begins, e) + number(filled, e), pair // top_k
+            store(filled, e, number(filled, e) + 1)
+            store(order, row, pair)
+            store(from_up, row, spread_up + token * each_up)
+            store(from_gate, row, spread_gate + token * each_gate)
+            store(from_hidden, row, hidden + row * each)
 
-    tiles = (h + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
-    shares = min(tiles, parts)
-    for part in prange(shares):
-        scratch = _room(TILE, down[PADDED])
-        y = np.empty((most, ROWS_AT_ONCE), np.float32)
-        to_y, from_hidden = _addresses(y), _addresses(hidden)
-        for e in turn:
-            begin, end = begins[e], begins[e + 1]
-            number = end - begin
-            if number == 0:
-                continue
-            for tile in range(tiles * part // shares, tiles * (part + 1) // shares):
-                first = tile * ROWS_AT_ONCE
-                count = min(ROWS_AT_ONCE, h - first)
-                if number <= FEW:
-                    for r in range(number):
-                        _rows(down, e, first, count, hidden[begin + r], hidden_sums[begin + r], y[r])
-                else:
-                    height = _height(number)
-                    for row in range(0, count, height):
-                        some, at = min(height, count - row), first + row
-                        _tile(down, dot, e, at, some, scratch, from_hidden[begin:end], to_y, row)
-                for r in range(number):
-                    pair = order[begin + r]
-                    token, share = pair // top_k, weights[pair // top_k, pair % top_k]
-                    for row in range(count):
-                        value = y[r, row] if number <= FEW else _completed(down, e, first + row, y[r, row])
-                        out[token, first + row] += share * value
+    shares = min((f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, parts)
+    context = packed(
+        gated, gate, up, down, act, alpha, limit, dot, shares, address(turn), turn.size, top_k, h, most,
+        begins, order, planes_up, sums_up, planes_gate, sums_gate, from_up, from_gate, hidden, hidden_sums,
+    )  # fmt: skip
+    call_loop(loop, hidden_share, shares, context)
+    shares = min((h + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, parts)
+    context = packed(
+        down, dot, shares, address(turn), turn.size, top_k, h, most, begins, order, hidden, hidden_sums,
+        from_hidden, address(weights), address(out),
+    )  # fmt: skip
+    call_loop(loop, output_share, shares, context)
+    release(planes_up, sums_up, planes_gate, sums_gate, spread_up, spread_gate)
+    release(begins, hidden, hidden_sums, order, filled, from_up, from_gate, from_hidden)
     return -1
 
 
@@ -416,9 +508,9 @@ def start_threads() -> None:
             del os.environ[name]
 
 
-one_token = both_forms(_run)
-many_tokens = both_forms(_run_many)
-linear = both_forms(_linear)
+one_token = Forms(_run, _hidden_task, _output_task)
+many_tokens = Forms(_run_many, _hidden_share, _output_share)
+linear = Forms(_linear, _few_inputs, _many_inputs)
 
 
 @njit(parallel=True, cache=False)
@@ -428,80 +520,3 @@ def checksum(numbers):  # type: ignore[no-untyped-def]
     for i in prange(numbers.size):
         total += numbers[i]
     return total
-
-
-SOFTMAX, SIGMOID, SQRTSOFTPLUS = range(3)
-NO_NORM, SUM, CLAMP = range(3)
-
-
-@njit
-def _drop_groups(biased, groups, keep, best_two):  # type: ignore[no-untyped-def]
-    """Put minus infinity where the worst groups of neighbouring experts are; of equal ones the last goes."""
-    each = biased.size // groups
-    worth, gone = np.empty(groups, np.float32), np.zeros(groups, np.bool_)
-    for g in range(groups):
-        first, second = np.float32(-np.inf), np.float32(-np.inf)
-        for e in range(g * each, (g + 1) * each):
-            if biased[e] > first:
-                first, second = biased[e], first
-            elif biased[e] > second:
-                second = biased[e]
-        worth[g] = first + second if best_two else first
-    for _ in range(groups - keep):
-        worst = -1
-        for g in range(groups):
-            if not gone[g] and (worst < 0 or worth[g] <= worth[worst]):
-                worst = g
-        gone[worst] = True
-        for e in range(worst * each, (worst + 1) * each):
-            biased[e] = -np.inf
-
-
-def _route(  # type: ignore[no-untyped-def]
-    logits, bias, score, groups, keep, best_two, normalise, eps, scale, chosen, share
-):
-    """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
-    count = logits.size
-    scores, biased = np.empty(count, np.float32), np.empty(count, np.float32)
-    top, sum_ = np.float32(-np.inf), np.float32(0)
-    for e in range(count):
-        top = max(top, logits[e])
-    for e in range(count):
-        v = logits[e]
-        if score == SOFTMAX:
-            scores[e] = math.exp(v - top)
-            sum_ += scores[e]
-        elif score == SIGMOID:
-            scores[e] = 1.0 / (1.0 + math.exp(-v))
-        else:
-            scores[e] = math.sqrt(max(v, np.float32(0)) + math.log1p(math.exp(-abs(v))))
-    for e in range(count):
-        if score == SOFTMAX:
-            scores[e] /= sum_
-        biased[e] = scores[e] + bias[e] if bias.size else scores[e]
-    if groups > 1 and keep < groups:
-        _drop_groups(biased, groups, keep, best_two)
-    used = np.zeros(count, np.bool_)
-    total = np.float32(0)
-    for k in range(chosen.size):
-        best = -1
-        for e in range(count):  # of equal experts the first one is picked; NaN never is before a number
-            if not used[e] and (best < 0 or biased[e] > biased[best] or math.isnan(biased[best])):
-                best = e
-        used[best] = True
-        chosen[k] = best
-        share[k] = scores[best]
-        total += scores[best]
-    divisor = np.float32(1)
-    if normalise == SUM:
-        divisor = total + eps
-    elif normalise == CLAMP:
-        divisor = max(total, eps)
-    if divisor == 0:
-        # All scores underflowed.
-        divisor = np.float32(1)
-    for k in range(chosen.size):
-        share[k] = share[k] / divisor * scale
-
-
-route = kept_on_disk(_route, nogil=True, error_model="numpy")

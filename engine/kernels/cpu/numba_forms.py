@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 
@@ -23,14 +23,6 @@ def kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[..., 
         return njit(**options)(function)
 
 
-@dataclass(frozen=True)
-class Forms:
-    """The two compilations of one computation."""
-
-    parallel: Callable[..., Any]
-    serial: Callable[..., Any]
-
-
 @lru_cache(maxsize=1)
 def _edition() -> str:
     """What tells this folder's code from an earlier one: numba looks at the one file of a function only."""
@@ -38,17 +30,87 @@ def _edition() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
 
 
-def both_forms(function: Any, **options: Any) -> Forms:
-    """Both forms; numba files compiled code under the function's name, so they need two names."""
+def _named(function: Any, name: str = "") -> Any:
+    """The function under a name of its own for each edition: numba files compiled code under the name."""
+    name = f"{(name or function.__name__).removeprefix('_')}_{_edition()}"
+    made = FunctionType(function.__code__.replace(co_name=name, co_qualname=name), function.__globals__, name)
+    made.__module__, made.__qualname__ = function.__module__, name
+    return made
 
-    def form(kind: str, parallel: bool) -> Callable[..., Any]:
-        name = f"{function.__name__.removeprefix('_')}_{kind}_{_edition()}"
-        code = function.__code__.replace(co_name=name, co_qualname=name)
-        made = FunctionType(code, function.__globals__, name)
-        made.__qualname__ = name
-        return kept_on_disk(made, parallel=parallel, nogil=True, error_model="numpy", **options)
 
-    return Forms(form("parallel", True), form("serial", False))
+class Part:
+    """A function of integers without a result that compiled code calls by its address.
+
+    Args:
+        function: what is compiled, when it is first asked for.
+        count: its arguments.
+        options: numba's.
+    """
+
+    def __init__(self, function: Callable[..., Any], count: int = 2, **options: Any) -> None:
+        self.function = _named(function)
+        self._signature = types.void(*[types.int64] * count)
+        self._options = {"error_model": "numpy", **options}
+
+    @cached_property
+    def address(self) -> int:
+        """Where its code lies, as long as the process lasts."""
+        try:
+            made = cfunc(self._signature, cache=True, **self._options)(self.function)
+        except RuntimeError:  # as in ``kept_on_disk``
+            made = cfunc(self._signature, **self._options)(self.function)
+        _HELD.append(made)
+        return int(made.address)
+
+
+# Two threads may ask for one part at once, and both keep its address.
+_HELD: list[Any] = []
+
+
+def _one_by_one(part, count, context):  # type: ignore[no-untyped-def]
+    for index in range(count):
+        call_part(part, index, context)
+
+
+def _on_threads(part, count, context):  # type: ignore[no-untyped-def]
+    for index in prange(count):
+        call_part(part, index, context)
+
+
+ONE_BY_ONE, ON_THREADS = Part(_one_by_one, 3), Part(_on_threads, 3, parallel=True)
+"""Both call ``part(index, context)`` for each index below ``count``."""
+
+
+class Forms:
+    """One computation, whose loops run one by one or on all threads.
+
+    Each loop's body is a part: a function of its index and of the address of a context. So numba compiles
+    everything once, and what a loop runs on is one small function for all computations.
+
+    Args:
+        function: what is called; its first arguments are the address of a loop and those of the parts.
+        parts: the bodies of its loops.
+        options: numba's, for the parts.
+    """
+
+    def __init__(self, function: Callable[..., Any], *parts: Callable[..., Any], **options: Any) -> None:
+        self.function = kept_on_disk(_named(function), nogil=True, error_model="numpy")
+        self.parts = tuple(Part(part, **options) for part in parts)
+
+    def compiled(self, arguments: tuple[Any, ...]) -> None:
+        """Compile everything for arguments of these numba types, and keep it on disk."""
+        addresses = [ON_THREADS.address, ONE_BY_ONE.address, *(part.address for part in self.parts)]
+        self.function.compile((*[types.int64] * (len(addresses) - 1), *arguments))
+
+    @cached_property
+    def parallel(self) -> Callable[..., Any]:
+        """The computation on all threads."""
+        return partial(self.function, ON_THREADS.address, *(part.address for part in self.parts))
+
+    @cached_property
+    def serial(self) -> Callable[..., Any]:
+        """The computation on the caller's thread."""
+        return partial(self.function, ONE_BY_ONE.address, *(part.address for part in self.parts))
 
 
 _FLOAT, _LONG = ir.FloatType(), ir.IntType(64)
@@ -63,6 +125,161 @@ def read(typingctx: Any, address: Any, index: Any) -> Any:
         return builder.load(pointer, align=4)
 
     return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def write(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Put a float32 at an index from an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(args[0], _FLOAT.as_pointer()), [args[1]])
+        builder.store(args[2], pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+def _reader(type_: ir.Type, extend: str) -> Any:
+    def read_whole(typingctx: Any, address: Any, index: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = builder.load(builder.gep(builder.inttoptr(args[0], type_.as_pointer()), [args[1]]))
+            return found if type_ == _LONG else getattr(builder, extend)(found, _LONG)
+
+        return types.int64(types.int64, types.int64), codegen
+
+    return intrinsic(read_whole)
+
+
+number, whole32, byte = _reader(_LONG, ""), _reader(ir.IntType(32), "sext"), _reader(ir.IntType(8), "zext")
+"""The 64-bit, the signed 32-bit integer or the byte at an index from an address."""
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Put a 64-bit integer at an index from an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], builder.gep(builder.inttoptr(args[0], _LONG.as_pointer()), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def address(typingctx: Any, array: Any) -> Any:
+    """Where an array's data lies, for as long as the caller of the compiled function holds it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, _LONG)
+
+    return types.int64(array), codegen
+
+
+_LINE_BYTES = 64
+
+
+def _allocator(zeros: bool) -> Any:
+    def allocate(typingctx: Any, size: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def long(value: int) -> ir.Constant:
+                return ir.Constant(_LONG, value)
+
+            own = builder.add(args[0], long(_LINE_BYTES + 8))
+            begin = builder.ptrtoint(context.nrt.allocate(builder, own), _LONG)
+            at = builder.and_(builder.add(begin, long(_LINE_BYTES + 7)), long(-_LINE_BYTES))
+            builder.store(begin, builder.inttoptr(builder.sub(at, long(8)), _LONG.as_pointer()))
+            if zeros:
+                cgutils.memset(builder, builder.inttoptr(at, ir.IntType(8).as_pointer()), args[0], 0)
+            return at
+
+        return types.int64(types.int64), codegen
+
+    return intrinsic(allocate)
+
+
+room, zeros = _allocator(False), _allocator(True)
+"""The address of so many bytes, until ``release``.
+
+They begin at a cache line, since a vector that straddles two costs twice.
+"""
+
+
+@intrinsic
+def release(typingctx: Any, *rooms: Any) -> Any:
+    """Give back what ``room`` and ``zeros`` gave."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for at in cgutils.unpack_tuple(builder, args[0]):
+            begin = builder.inttoptr(builder.sub(at, ir.Constant(_LONG, 8)), _LONG.as_pointer())
+            context.nrt.free(builder, builder.inttoptr(builder.load(begin), ir.IntType(8).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.StarArgTuple.from_types(rooms)), codegen
+
+
+@intrinsic
+def packed(typingctx: Any, *values: Any) -> Any:
+    """The address of a context of these integers and float32 numbers, until the caller returns."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = cgutils.unpack_tuple(builder, args[0])
+        at = cgutils.alloca_once(builder, _LONG, size=len(values))
+        for i, (value, type_) in enumerate(zip(values, signature.args[0], strict=True)):
+            if type_ == types.float32:
+                value = builder.zext(builder.bitcast(value, ir.IntType(32)), _LONG)
+            else:
+                value = context.cast(builder, value, type_, types.int64)
+            builder.store(value, builder.gep(at, [ir.Constant(_LONG, i)]))
+        return builder.ptrtoint(at, _LONG)
+
+    return types.int64(types.StarArgTuple.from_types(values)), codegen
+
+
+@intrinsic(prefer_literal=True)
+def unpacked(typingctx: Any, context: Any, count: Any) -> Any:
+    """The first ``count`` numbers of a context, a literal; a float32 comes as its bits (``as_float``)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], _LONG.as_pointer())
+        found = [builder.load(builder.gep(at, [ir.Constant(_LONG, i)])) for i in range(wanted)]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    wanted = count.literal_value
+    return types.UniTuple(types.int64, wanted)(types.int64, count), codegen
+
+
+@intrinsic
+def as_float(typingctx: Any, bits: Any) -> Any:
+    """The float32 that ``packed`` kept."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), _FLOAT)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def call_part(typingctx: Any, part: Any, index: Any, context: Any) -> Any:
+    """Call a part by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 2)
+        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def call_loop(typingctx: Any, loop: Any, part: Any, count: Any, context: Any) -> Any:
+    """Call a part for each index below ``count``, by the loop at this address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 3)
+        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic

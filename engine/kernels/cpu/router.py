@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_experts.engine.kernels.cpu.stacks import TRANSFORMED, evaluated
-from mlx_experts.engine.kernels.cpu.start import compiled, unavailable
+from mlx_experts.engine.kernels.cpu.start import unavailable
 from mlx_experts.engine.kernels.request import Decline
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class Routed:
     """One layer's router, ready for one token at a time."""
 
     def __init__(self, steps: RouterSteps) -> None:
+        from mlx_experts.engine.kernels.cpu import token
+
+        self._route = token.route
         self._top_k, self._biased = steps.top_k, steps.bias
         self._before = (
             _SCORES.index(steps.score),
@@ -60,7 +63,7 @@ class Routed:
     def on_row(self, logits: np.ndarray, tilt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As the call for float32 ``logits`` ``[E]`` in memory, to ``[1, K]`` each."""
         chosen, share = np.empty((1, self._top_k), np.uint32), np.empty((1, self._top_k), np.float32)
-        compiled().route(logits, tilt, *self._before, chosen[0], share[0])
+        self._route(logits, tilt, *self._before, chosen[0], share[0])
         return chosen, share
 
 

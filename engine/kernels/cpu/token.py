@@ -1,4 +1,4 @@
-"""What surrounds the matrices of a decoder layer, for one token on the CPU: norms, rotation and attention.
+"""What surrounds a decoder layer's matrices, for one token on the CPU: norms, rotation, attention, router.
 
 MLX builds each of these from five to fifteen operations on the CPU and hands every one to another thread.
 Here each is one call on arrays in memory, in float32. Legend: h query heads, g key-value heads, d head width,
@@ -10,9 +10,21 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
+from numba import njit
 
-from mlx_experts.engine.kernels.cpu.numba_forms import both_forms, kept_on_disk
+from mlx_experts.engine.kernels.cpu.numba_forms import (
+    Forms,
+    address,
+    as_float,
+    call_loop,
+    kept_on_disk,
+    packed,
+    read,
+    release,
+    room,
+    unpacked,
+    write,
+)
 
 # Sums may be reordered; infinities and NaNs keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
@@ -55,33 +67,121 @@ def _rotate(x, cos, sin, traditional):  # type: ignore[no-untyped-def]
 rotate = kept_on_disk(_rotate, nogil=True, error_model="numpy")
 
 
-def _attend(q, keys, values, length, scale, out):  # type: ignore[no-untyped-def]
+def _attend_head(head, context):  # type: ignore[no-untyped-def]
+    """One query head."""
+    q, keys, values, share, seen, rows, width, depth, scale, out = unpacked(context, 10)
+    query, row = q + head * width * 4, out + head * depth * 4
+    k, v = keys + head // share * rows * width * 4, values + head // share * rows * depth * 4
+    logits = room(seen * 4)
+    top = np.float32(-math.inf)
+    for s in range(seen):
+        total = np.float32(0)
+        for i in range(width):
+            total += read(query, i) * read(k, s * width + i)
+        logit = total * as_float(scale)
+        write(logits, s, logit)
+        top = max(top, logit)
+    for i in range(depth):
+        write(row, i, np.float32(0))
+    whole = np.float32(0)
+    for s in range(seen):
+        weight = np.exp(read(logits, s) - top)
+        whole += weight
+        for i in range(depth):
+            write(row, i, read(row, i) + weight * read(v, s * depth + i))
+    for i in range(depth):
+        write(row, i, read(row, i) / whole)
+    release(logits)
+
+
+def _attend(loop, attend_head, q, keys, values, length, scale, out):  # type: ignore[no-untyped-def]
     """Softmax attention of ``q`` [h, d] to the first ``length`` of ``keys`` [g, S, d], ``values`` [g, S, e].
 
     ``out`` is [h, e]. The softmax is shifted by its largest logit (Vaswani et al. 2017; Ainslie et al. 2023).
     """
-    heads, width, depth = q.shape[0], q.shape[1], values.shape[2]
-    share = heads // keys.shape[0]
-    for head in prange(heads):
-        k, v = keys[head // share], values[head // share]
-        logits = np.empty(length, np.float32)
-        top = np.float32(-math.inf)
-        for s in range(length):
-            total = np.float32(0)
-            for i in range(width):
-                total += q[head, i] * k[s, i]
-            logits[s] = total * scale
-            top = max(top, logits[s])
-        row = out[head]
-        row[:] = 0
-        whole = np.float32(0)
-        for s in range(length):
-            weight = np.exp(logits[s] - top)
-            whole += weight
-            for i in range(depth):
-                row[i] += weight * v[s, i]
-        for i in range(depth):
-            row[i] /= whole
+    heads, width = q.shape
+    share, rows, depth = heads // keys.shape[0], keys.shape[1], values.shape[2]
+    context = packed(
+        address(q), address(keys), address(values), share, length, rows, width, depth, scale, address(out)
+    )
+    call_loop(loop, attend_head, heads, context)
 
 
-attend = both_forms(_attend, fastmath=_FAST)
+attend = Forms(_attend, _attend_head, fastmath=_FAST)
+
+
+SOFTMAX, SIGMOID, SQRTSOFTPLUS = range(3)
+NO_NORM, SUM, CLAMP = range(3)
+
+
+@njit
+def _drop_groups(biased, groups, keep, best_two):  # type: ignore[no-untyped-def]
+    """Put minus infinity where the worst groups of neighbouring experts are; of equal ones the last goes."""
+    each = biased.size // groups
+    worth, gone = np.empty(groups, np.float32), np.zeros(groups, np.bool_)
+    for g in range(groups):
+        first, second = np.float32(-np.inf), np.float32(-np.inf)
+        for e in range(g * each, (g + 1) * each):
+            if biased[e] > first:
+                first, second = biased[e], first
+            elif biased[e] > second:
+                second = biased[e]
+        worth[g] = first + second if best_two else first
+    for _ in range(groups - keep):
+        worst = -1
+        for g in range(groups):
+            if not gone[g] and (worst < 0 or worth[g] <= worth[worst]):
+                worst = g
+        gone[worst] = True
+        for e in range(worst * each, (worst + 1) * each):
+            biased[e] = -np.inf
+
+
+def _route(  # type: ignore[no-untyped-def]
+    logits, bias, score, groups, keep, best_two, normalise, eps, scale, chosen, share
+):
+    """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
+    count = logits.size
+    scores, biased = np.empty(count, np.float32), np.empty(count, np.float32)
+    top, sum_ = np.float32(-np.inf), np.float32(0)
+    for e in range(count):
+        top = max(top, logits[e])
+    for e in range(count):
+        v = logits[e]
+        if score == SOFTMAX:
+            scores[e] = math.exp(v - top)
+            sum_ += scores[e]
+        elif score == SIGMOID:
+            scores[e] = 1.0 / (1.0 + math.exp(-v))
+        else:
+            scores[e] = math.sqrt(max(v, np.float32(0)) + math.log1p(math.exp(-abs(v))))
+    for e in range(count):
+        if score == SOFTMAX:
+            scores[e] /= sum_
+        biased[e] = scores[e] + bias[e] if bias.size else scores[e]
+    if groups > 1 and keep < groups:
+        _drop_groups(biased, groups, keep, best_two)
+    used = np.zeros(count, np.bool_)
+    total = np.float32(0)
+    for k in range(chosen.size):
+        best = -1
+        for e in range(count):  # of equal experts the first one is picked; NaN never is before a number
+            if not used[e] and (best < 0 or biased[e] > biased[best] or math.isnan(biased[best])):
+                best = e
+        used[best] = True
+        chosen[k] = best
+        share[k] = scores[best]
+        total += scores[best]
+    divisor = np.float32(1)
+    if normalise == SUM:
+        divisor = total + eps
+    elif normalise == CLAMP:
+        divisor = max(total, eps)
+    if divisor == 0:
+        # All scores underflowed.
+        divisor = np.float32(1)
+    for k in range(chosen.size):
+        share[k] = share[k] / divisor * scale
+
+
+route = kept_on_disk(_route, nogil=True, error_model="numpy")

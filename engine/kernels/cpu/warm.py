@@ -32,31 +32,42 @@ _LINEAR = f"({_STACK}, int64, int64, {_ROWS}, {_ROWS})"
 
 @dataclass(frozen=True)
 class Compiled:
-    """One function that numba compiles.
+    """One computation that numba compiles.
 
     Args:
         module: the module that has it.
         name: its name there.
         signature: numba's, the only one that the kernels call it with.
         seconds: about how long it takes to compile.
-        kind: which of the two forms, for those that have both.
     """
 
     module: str
     name: str
     signature: str
     seconds: float
-    kind: str = ""
 
-    @property
-    def key(self) -> str:
-        """What a process is told to compile."""
-        return f"{self.name}.{self.kind}" if self.kind else self.name
+    def found(self) -> Any:
+        """What the module has under the name."""
+        return getattr(importlib.import_module(f"{__package__}.{self.module}"), self.name)
 
     def function(self) -> Any:
         """numba's dispatcher."""
-        found = getattr(importlib.import_module(f"{__package__}.{self.module}"), self.name)
-        return getattr(found, self.kind) if self.kind else found
+        from mlx_experts.engine.kernels.cpu.numba_forms import Forms
+
+        found = self.found()
+        return found.function if isinstance(found, Forms) else found
+
+    def compile(self) -> None:
+        """Compile everything that a call runs, and keep it on disk."""
+        from numba.core import sigutils
+
+        from mlx_experts.engine.kernels.cpu.numba_forms import Forms
+
+        # numba files code under the types themselves.
+        arguments, _ = sigutils.normalize_signature(self.signature)
+        found = self.found()
+        compile = found.compiled if isinstance(found, Forms) else found.compile
+        compile(tuple(arguments))
 
     def on_disk(self) -> bool:
         """Whether a process has kept it, or none could."""
@@ -65,68 +76,37 @@ class Compiled:
         return folder is None or any(Path(folder).glob(f"*{function.py_func.__qualname__}-*.nbi"))
 
 
-def _both(module: str, name: str, signature: str, serial: float, parallel: float) -> tuple[Compiled, ...]:
-    return (
-        Compiled(module, name, signature, serial, "serial"),
-        Compiled(module, name, signature, parallel, "parallel"),
-    )
-
-
-WORTH = 4
+WORTH = 2
 """Seconds of compiling from which other processes are worth their start."""
 ALL = (
-    *_both("driver", "linear", _LINEAR, 3, 3),
-    *_both("driver", "one_token", f"({_LAYER}, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 2, 3),
-    *_both("driver", "many_tokens", _MANY, 5, 9),
-    *_both("unit", "linear_on_unit", _LINEAR, 2, 3),
-    *_both("unit", "experts_on_unit", _MANY, 4, 8),
-    *_both("token", "attend", f"({_ROWS}, {_CACHE}, {_CACHE}, int64, float32, {_ROWS})", 0.5, 2),
-    *_both(
-        "attention",
-        "attend_many",
-        f"({_PROMPT}, {_VECTOR}, {_ROWS})",
-        3,
-        5,
-    ),
-    Compiled(
-        "driver",
-        "route",
-        f"({_VECTOR}, {_VECTOR}, {_ROUTER}, uint32[::1], {_VECTOR})",
-        1.5,
-    ),
+    Compiled("driver", "linear", _LINEAR, 0.7),
+    Compiled("driver", "one_token", f"({_LAYER}, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 0.8),
+    Compiled("driver", "many_tokens", _MANY, 1.2),
+    Compiled("unit", "linear_on_unit", _LINEAR, 0.5),
+    Compiled("unit", "experts_on_unit", _MANY, 1.2),
+    Compiled("token", "attend", f"({_ROWS}, {_CACHE}, {_CACHE}, int64, float32, {_ROWS})", 0.3),
+    Compiled("attention", "attend_many", f"({_PROMPT}, {_VECTOR}, {_ROWS})", 0.8),
+    Compiled("token", "route", f"({_VECTOR}, {_VECTOR}, {_ROUTER}, uint32[::1], {_VECTOR})", 1),
     Compiled("token", "rms_norm", f"({_ROWS}, {_VECTOR}, float32, float32, {_ROWS})", 0.4),
-    Compiled("token", "rotate", f"({_ROWS}, {_VECTOR}, {_VECTOR}, boolean)", 0.4),
+    Compiled("token", "rotate", f"({_ROWS}, {_VECTOR}, {_VECTOR}, boolean)", 0.2),
 )
-"""Every function that a token may need."""
+"""Every computation that a token may need."""
 
 
-def needed(large: bool) -> tuple[Compiled, ...]:
-    """What a model's first token needs on this machine.
-
-    Args:
-        large: whether layers are large enough for several threads.
-    """
+def needed() -> tuple[Compiled, ...]:
+    """What a model's first token needs on this machine."""
     from mlx_experts.engine.kernels.cpu.products import amx
 
     other = ("many_tokens",) if amx.available() else ("linear_on_unit", "experts_on_unit")
-    small = {"linear", "attend"}  # beside large layers there are small ones
-
-    def wanted(each: Compiled) -> bool:
-        return not each.kind or (each.kind == "parallel") == large or (large and each.name in small)
-
-    return tuple(each for each in ALL if each.name not in other and wanted(each))
+    return tuple(each for each in ALL if each.name not in other)
 
 
-@lru_cache(maxsize=2)
-def begin(large: bool) -> None:
-    """Start the processes that compile what is not on disk; ``start.warmed`` waits for them.
-
-    Args:
-        large: whether layers are large enough for several threads.
-    """
+@lru_cache(maxsize=1)
+def begin() -> None:
+    """Start the processes that compile what is not on disk; ``start.warmed`` waits for them."""
     if start.unavailable() is not None:
         return
-    missing = [each for each in needed(large) if not each.on_disk()]
+    missing = [each for each in needed() if not each.on_disk()]
     if _cores() < 2 or len(missing) < 2 or sum(each.seconds for each in missing) < WORTH:
         return  # this process compiles what it calls
     start.tell_of_compiling()
@@ -141,7 +121,7 @@ def _started(missing: list[Compiled]) -> list[subprocess.Popen[bytes]]:
     """Processes that compile these functions, one a core."""
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "mlx_experts.engine.kernels.cpu.warm", *(each.key for each in share)],
+            [sys.executable, "-m", "mlx_experts.engine.kernels.cpu.warm", *(each.name for each in share)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -166,13 +146,9 @@ def main(names: list[str]) -> None:
         for process in _started([each for each in ALL if not each.on_disk()]):
             process.wait()
         return
-    from numba.core import sigutils
-
     for each in ALL:
-        if each.key in names:
-            # numba files code under the types themselves.
-            arguments, _ = sigutils.normalize_signature(each.signature)
-            each.function().compile(tuple(arguments))
+        if each.name in names:
+            each.compile()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.kernels import activations, expert_weights, naive
 from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 from mlx_experts.engine.kernels.cpu import experts as cpu
-from mlx_experts.engine.kernels.cpu import numba_forms, stacks, start, unit
+from mlx_experts.engine.kernels.cpu import stacks, start, unit
 from mlx_experts.engine.kernels.cpu.products import amx
 from mlx_experts.engine.kernels.cpu.products import rows as cpu_rows
 from mlx_experts.engine.kernels.request import Accept, Projection
@@ -155,7 +155,7 @@ def test_one_thread_at_a_time_is_in_the_compiled_code(container, token, monkeypa
         inside.pop()
         return -1
 
-    forms = numba_forms.Forms(entered, entered)
+    forms = SimpleNamespace(parallel=entered, serial=entered)
     monkeypatch.setattr(start, "compiled", lambda: SimpleNamespace(one_token=forms))
     threads = [threading.Thread(target=run, args=call) for _ in range(4)]
     for thread in threads:
@@ -258,9 +258,9 @@ MUTATIONS = {
     "affine bias": (cpu_rows, "builder.fadd(parts[r], shift)", "builder.fsub(parts[r], shift)"),
     "last blocks": (cpu_rows, "return sorted({LANES, last} | middle", "return sorted({LANES} | middle"),
     "last rows of a task": (cpu_rows, "builder.sub(count, done)", "builder.sub(done, done)"),
-    "expert weight": (cpu_driver, "weights[k] * part", "weights[0] * part"),
+    "expert weight": (cpu_driver, "read(weights, k)", "read(weights, 0)"),
     "last task": (cpu_driver, "(f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE", "f // ROWS_AT_ONCE"),
-    "sums": (cpu_driver, "sums[block] = total", "sums[block] = 2 * total"),
+    "sums": (cpu_driver, "write(sums, block, total)", "write(sums, block, total + total)"),
 }
 
 
@@ -296,7 +296,8 @@ def test_the_driver_reads_beyond_four_gibibytes():
     stack[cpu_driver.ROWS], stack[cpu_driver.ROW_BYTES], stack[cpu_driver.BLOCKS] = 1, cols * 4, cols
     stack[cpu_driver.WEIGHT] = row.ctypes.data - expert * cols * 4
     x, out = np.ones(8, np.float32), np.zeros(1, np.float32)
-    cpu_driver._rows(stack, np.int32(expert), 0, 1, x, x, out)
+    addresses = [each.ctypes.data for each in (stack, x, x, out)]
+    cpu_driver._rows(addresses[0], expert, 0, 1, *addresses[1:])
     assert out[0] == row.sum()
 
 
@@ -400,18 +401,18 @@ def test_an_index_that_is_no_expert_is_named_among_many_tokens(container, token)
 
 
 MANY = {
-    "weight of a token": ("weights[pair // top_k, pair % top_k]", "weights[0, pair % top_k]"),
-    "token of a pair": ("_addresses(spread_up)[order // top_k]", "_addresses(spread_up)[order // pairs]"),
+    "weight of a token": ("read(weights, pair)", "read(weights, pair % top_k)"),
+    "token of a pair": ("number(filled, e), pair // top_k", "number(filled, e), pair // pairs"),
 }
 
 
 UNIT = {
-    "an expert's rows": ("order[padded[e] + filled[e]] = pair", "order[pair] = pair"),
-    "parts of hidden values": ("_split(down, hidden[row]", "_split(down, hidden[0]"),
-    "gate": (
-        "other = g[r, i] if",
-        "other = u[r, i] if",
+    "an expert's rows": (
+        "store(order, number(padded, e) + number(filled, e), pair)",
+        "store(order, pair, pair)",
     ),
+    "parts of hidden values": ("_split(down, hidden + row * f * 4,", "_split(down, hidden,"),
+    "gate": ("other = read(from_g, i) if", "other = value if"),
 }
 
 

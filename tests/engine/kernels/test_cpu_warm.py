@@ -12,6 +12,7 @@ from numba import types
 from numba.core import sigutils
 
 from mlx_experts.engine.kernels.cpu import start, warm
+from mlx_experts.engine.kernels.cpu.numba_forms import Forms
 
 if start.unavailable() is not None:
     pytest.skip("no CPU kernels", allow_module_level=True)
@@ -26,9 +27,9 @@ from mlx_experts.engine.kernels.cpu import start, warm
 model, tokenizer = load("api/demo")
 started = len(start.WARMING)
 texts = [each.text for each in stream_generate(model, tokenizer, "A mixture-of-experts", max_tokens=3)]
-called = [each for each in warm.needed(False) if each.function().signatures]
-loaded = [each.key for each in called if not sum(each.function().stats.cache_hits.values())]
-wrong = [each.key for each in called if len(each.function().signatures) != 1]
+called = [each for each in warm.needed() if each.function().signatures]
+loaded = [each.name for each in called if not sum(each.function().stats.cache_hits.values())]
+wrong = [each.name for each in called if len(each.function().signatures) != 1]
 print(started, len(texts), len(called), loaded, wrong)
 """
 
@@ -49,9 +50,9 @@ def test_a_fresh_machine_compiles_in_several_processes_what_its_first_tokens_cal
 
 
 def test_the_shares_hold_everything_once_and_end_at_about_one_time() -> None:
-    everything = list(warm.needed(True))
+    everything = list(warm.needed())
     shares = warm._shares(everything, 3)
-    assert sorted(each.key for share in shares for each in share) == sorted(each.key for each in everything)
+    assert sorted(each.name for share in shares for each in share) == sorted(each.name for each in everything)
     seconds = [sum(each.seconds for each in share) for share in shares]
     assert max(seconds) - min(seconds) <= max(each.seconds for each in everything)
     assert len(warm._shares(everything[:1], 3)) == 1
@@ -60,8 +61,9 @@ def test_the_shares_hold_everything_once_and_end_at_about_one_time() -> None:
 def test_every_signature_is_one_that_numba_reads_for_a_function_that_is_there() -> None:
     for each in warm.ALL:
         arguments, _ = sigutils.normalize_signature(each.signature)
-        names = each.function().py_func.__code__.co_argcount
-        assert len(arguments) == names, each.key
+        found = each.found()
+        own = 1 + len(found.parts) if isinstance(found, Forms) else 0
+        assert own + len(arguments) == each.function().py_func.__code__.co_argcount, each.name
         assert all(isinstance(argument, types.Type) for argument in arguments)
 
 
@@ -69,6 +71,6 @@ def test_nothing_is_started_where_everything_is_on_disk(monkeypatch: pytest.Monk
     monkeypatch.setattr(warm.Compiled, "on_disk", lambda self: True)
     monkeypatch.setattr(start, "WARMING", [])
     warm.begin.cache_clear()
-    warm.begin(False)
+    warm.begin()
     assert start.WARMING == []
     warm.begin.cache_clear()
