@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-def kept_on_disk(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def kept_on_disk(function: Callable[..., Any], **options: Any) -> Any:
     """numba's compilation of a function, kept on disk where a folder for it can be written."""
     try:
         return njit(cache=True, **options)(function)

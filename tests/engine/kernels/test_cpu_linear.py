@@ -242,8 +242,8 @@ MUTATIONS = {
     "rows left over": (tiles, "builder.sub(rows, builder.mul(whole, tile_rows))", "builder.sub(rows, rows)"),
     "first part of a row": (tiles, "builder.fadd(part, before)", "part"),
     "last tile": (driver, "(rows + height - 1) // height", "rows // height"),
-    "bias of the layer": (driver, "value += read(stack[BIAS]", "value -= read(stack[BIAS]"),
-    "order of inputs": (driver, "row[position * blocks + i] = values", "row[i * size + position] = values"),
+    "bias of the layer": (driver, "value += read(number(stack, BIAS)", "value -= read(number(stack, BIAS)"),
+    "order of inputs": (driver, "write(row, position * blocks + i,", "write(row, i * size + position,"),
 }
 
 
@@ -277,8 +277,8 @@ UNIT_MUTATIONS = {
     "bias of a group": (amx, "builder.fmul(shift, total)", "shift"),
     "earlier groups": (amx, "builder.fadd(before, value)", "value"),
     "last rows": (unit, "tiles = (rows + HEIGHT - 1) // HEIGHT", "tiles = rows // HEIGHT"),
-    "later blocks": (unit, "place = row * each", "place = 0"),
-    "bias of the layer": (unit, "if stack[BIAS] != 0", "if stack[BIAS] < 0"),
+    "later blocks": (unit, "parts + row * number(stack, INPUT)", "parts"),
+    "bias of the layer": (unit, "if number(stack, BIAS) != 0", "if number(stack, BIAS) < 0"),
 }
 
 
