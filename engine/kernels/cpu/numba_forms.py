@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 def kept_on_disk(function: Callable[..., Any], **options: Any) -> Any:
     """numba's compilation of a function, kept on disk where a folder for it can be written."""
+    function = _named(function)
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no writable folder, neither beside this file nor in the home folder
@@ -30,9 +31,9 @@ def _edition() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
 
 
-def _named(function: Any, name: str = "") -> Any:
+def _named(function: Any) -> Any:
     """The function under a name of its own for each edition: numba files compiled code under the name."""
-    name = f"{(name or function.__name__).removeprefix('_')}_{_edition()}"
+    name = f"{function.__name__.removeprefix('_')}_{_edition()}"
     made = FunctionType(function.__code__.replace(co_name=name, co_qualname=name), function.__globals__, name)
     made.__module__, made.__qualname__ = function.__module__, name
     return made
@@ -94,7 +95,7 @@ class Forms:
     """
 
     def __init__(self, function: Callable[..., Any], *parts: Callable[..., Any], **options: Any) -> None:
-        self.function = kept_on_disk(_named(function), nogil=True, error_model="numpy")
+        self.function = kept_on_disk(function, nogil=True, error_model="numpy")
         self.parts = tuple(Part(part, **options) for part in parts)
 
     def compiled(self, arguments: tuple[Any, ...]) -> None:

@@ -18,12 +18,15 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     as_float,
     call_loop,
     kept_on_disk,
+    number,
     packed,
     read,
     release,
     room,
+    store,
     unpacked,
     write,
+    zeros,
 )
 
 # Sums may be reordered; infinities and NaNs keep their meaning.
@@ -114,64 +117,70 @@ SOFTMAX, SIGMOID, SQRTSOFTPLUS = range(3)
 NO_NORM, SUM, CLAMP = range(3)
 
 
-@njit
-def _drop_groups(biased, groups, keep, best_two):  # type: ignore[no-untyped-def]
+@njit(error_model="numpy")
+def _drop_groups(biased, count, groups, keep, best_two):  # type: ignore[no-untyped-def]
     """Put minus infinity where the worst groups of neighbouring experts are; of equal ones the last goes."""
-    each = biased.size // groups
-    worth, gone = np.empty(groups, np.float32), np.zeros(groups, np.bool_)
+    each, low = count // groups, np.float32(-np.inf)
+    worth, gone = room(groups * 4), zeros(groups * 8)
     for g in range(groups):
-        first, second = np.float32(-np.inf), np.float32(-np.inf)
+        first, second = low, low
         for e in range(g * each, (g + 1) * each):
-            if biased[e] > first:
-                first, second = biased[e], first
-            elif biased[e] > second:
-                second = biased[e]
-        worth[g] = first + second if best_two else first
+            value = read(biased, e)
+            if value > first:
+                first, second = value, first
+            elif value > second:
+                second = value
+        write(worth, g, first + second if best_two else first)
     for _ in range(groups - keep):
         worst = -1
         for g in range(groups):
-            if not gone[g] and (worst < 0 or worth[g] <= worth[worst]):
+            if number(gone, g) == 0 and (worst < 0 or read(worth, g) <= read(worth, worst)):
                 worst = g
-        gone[worst] = True
+        store(gone, worst, 1)
         for e in range(worst * each, (worst + 1) * each):
-            biased[e] = -np.inf
+            write(biased, e, low)
+    release(worth, gone)
 
 
 def _route(  # type: ignore[no-untyped-def]
-    logits, bias, score, groups, keep, best_two, normalise, eps, scale, chosen, share
+    logits_, bias_, score, groups, keep, best_two, normalise, eps, scale, chosen, share_
 ):
     """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
-    count = logits.size
-    scores, biased = np.empty(count, np.float32), np.empty(count, np.float32)
+    count, top_k, biases = logits_.size, chosen.size, bias_.size
+    logits, bias, share = address(logits_), address(bias_), address(share_)
+    scores, biased, used = room(count * 4), room(count * 4), zeros(count * 8)
     top, sum_ = np.float32(-np.inf), np.float32(0)
     for e in range(count):
-        top = max(top, logits[e])
+        top = max(top, read(logits, e))
     for e in range(count):
-        v = logits[e]
+        v = read(logits, e)
         if score == SOFTMAX:
-            scores[e] = math.exp(v - top)
-            sum_ += scores[e]
+            power = np.float32(math.exp(v - top))
+            write(scores, e, power)
+            sum_ += power
         elif score == SIGMOID:
-            scores[e] = 1.0 / (1.0 + math.exp(-v))
+            write(scores, e, np.float32(1.0 / (1.0 + math.exp(-v))))
         else:
-            scores[e] = math.sqrt(max(v, np.float32(0)) + math.log1p(math.exp(-abs(v))))
+            soft = max(v, np.float32(0)) + math.log1p(math.exp(-abs(v)))
+            write(scores, e, np.float32(math.sqrt(soft)))
     for e in range(count):
         if score == SOFTMAX:
-            scores[e] /= sum_
-        biased[e] = scores[e] + bias[e] if bias.size else scores[e]
+            write(scores, e, read(scores, e) / sum_)
+        write(biased, e, read(scores, e) + read(bias, e) if biases else read(scores, e))
     if groups > 1 and keep < groups:
-        _drop_groups(biased, groups, keep, best_two)
-    used = np.zeros(count, np.bool_)
+        _drop_groups(biased, count, groups, keep, best_two)
     total = np.float32(0)
-    for k in range(chosen.size):
+    for k in range(top_k):
         best = -1
         for e in range(count):  # of equal experts the first one is picked; NaN never is before a number
-            if not used[e] and (best < 0 or biased[e] > biased[best] or math.isnan(biased[best])):
-                best = e
-        used[best] = True
+            if number(used, e) == 0:
+                value = read(biased, e)
+                if best < 0 or value > read(biased, best) or math.isnan(read(biased, best)):
+                    best = e
+        store(used, best, 1)
         chosen[k] = best
-        share[k] = scores[best]
-        total += scores[best]
+        write(share, k, read(scores, best))
+        total += read(scores, best)
     divisor = np.float32(1)
     if normalise == SUM:
         divisor = total + eps
@@ -180,8 +189,9 @@ def _route(  # type: ignore[no-untyped-def]
     if divisor == 0:
         # All scores underflowed.
         divisor = np.float32(1)
-    for k in range(chosen.size):
-        share[k] = share[k] / divisor * scale
+    for k in range(top_k):
+        write(share, k, read(share, k) / divisor * scale)
+    release(scores, biased, used)
 
 
 route = kept_on_disk(_route, nogil=True, error_model="numpy")
