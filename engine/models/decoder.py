@@ -22,9 +22,10 @@ from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts, as_it_is, branch, scaled, usual
-from mlx_experts.engine.layers.decode.one_token import OneToken, one_token
+from mlx_experts.engine.layers.decode.one_token import OneToken, norm_row, one_token
 from mlx_experts.engine.layers.decode.token_pieces import LayerOfPieces, TokenPieces
 from mlx_experts.engine.layers.forward_context import ForwardState
+from mlx_experts.engine.layers.linear import OnRow
 from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, look_up, make_norm, place
 from mlx_experts.engine.layers.moe import MoE, make_shared
@@ -196,17 +197,25 @@ class DecoderLayer(VersionedModule):
         return find(self, self._mixer_path).make_cache() if self._mixer_path is not None else None
 
 
-def _in_turn(layers: list[Any], h: mx.array, state: ForwardState, caches: list[Any]) -> mx.array:
-    """Hidden states behind all layers; a token stays in memory between two layers that take it so."""
+def _in_turn(
+    steps: DecoderSteps, h: mx.array, state: ForwardState, caches: list[Any]
+) -> tuple[mx.array, bool]:
+    """Hidden states behind all layers, and whether the final norm is in them.
+
+    A token stays in memory between two layers that take it so, and to the norm behind the last one.
+    """
     row = None  # what the last layer left in memory
-    for layer, cache in zip(layers, caches, strict=True):
+    for layer, cache in zip(steps.layers, caches, strict=True):
         form = layer.one_token() if type(layer) is DecoderLayer else None
         behind = None if form is None else form.on_row(h if row is None else row, cache)
         if behind is None:
             call = layer if form is None else form.usual
             h = call(h if row is None else mx.array(row[None]), state, cache)
         row = behind
-    return h if row is None else mx.array(row[None])
+    if row is None:
+        return h, False
+    normed = None if steps.stage is not None or steps.norm_row is None else steps.norm_row(row)
+    return mx.array((row if normed is None else normed)[None]), normed is not None
 
 
 _SPREAD = (AllToShardedLinear, ShardedToAllLinear, QuantizedAllToShardedLinear, QuantizedShardedToAllLinear)
@@ -349,7 +358,8 @@ class Decoder(VersionedModule):
             for leaf, value in holder.items()
             if isinstance(value, mx.array) and value.ndim == 1 and mx.issubdtype(value.dtype, mx.floating)
         ]
-        return DecoderSteps(embed, norm, self.layer_list, vectors[0] if vectors else None, self._stage)
+        vector = vectors[0] if vectors else None
+        return DecoderSteps(embed, norm, norm_row(norm), self.layer_list, vector, self._stage)
 
     def __call__(
         self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
@@ -377,13 +387,14 @@ class Decoder(VersionedModule):
             pieces = self._pieces_for(steps, current_device(), h.dtype)
             if pieces is not None and pieces.takes(caches[1:]):
                 return pieces(h, state, caches[1:])
+        normed = False
         if self._form is not None:
             h = self._run(self._form, steps.layers, h, state, caches)
         else:
-            h = _in_turn(steps.layers, h, state, caches[1:])
+            h, normed = _in_turn(steps, h, state, caches[1:])
         if steps.stage is not None:
             h = steps.stage.pass_on(h, caches[1:])
-        return h if steps.norm is None else steps.norm(h)
+        return h if steps.norm is None or normed else steps.norm(h)
 
     def _run(
         self, form: ResidualForm, layers: list[Any], h: mx.array, state: ForwardState, caches: list[Any]
@@ -432,12 +443,14 @@ class DecoderSteps:
     """What a call of the decoder uses.
 
     Args:
+        norm_row: the norm for one float32 row in memory, where it has such a form.
         vector: the holder and name of a vector, which nothing packs; the decoder computes in its type.
         stage: where this rank stands in a pipeline; None for a decoder that is whole.
     """
 
     embed: Any
     norm: Any
+    norm_row: OnRow | None
     layers: list[Any]
     vector: tuple[nn.Module, str] | None
     stage: Stage | None

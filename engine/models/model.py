@@ -257,7 +257,8 @@ class Model(LanguageModel, VersionedModule):
         """Token ids ``[B, L]`` to the logits ``[B, 1, vocabulary]`` of the last position."""
         steps: ModelSteps = self.steps()
         caches = [None if cache is None or i is None else cache[i] for i in steps.cache_of]
-        return steps.logits(steps.decoder(inputs, caches, input_embeddings)[:, -1:])
+        hidden = steps.decoder(inputs, caches, input_embeddings)
+        return steps.logits(hidden if hidden.shape[1] == 1 else hidden[:, -1:])
 
     def hidden_and_logits(self, inputs: mx.array, cache: list[Any] | None) -> tuple[mx.array, mx.array]:
         """Hidden states [B, L, D] after the final norm, and the logits [B, L, vocabulary] of them."""

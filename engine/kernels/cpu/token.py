@@ -33,41 +33,58 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
 _FAST = {"reassoc", "contract", "nsz"}
 
 
-def _rms_norm(x, weight, centre, eps, out):  # type: ignore[no-untyped-def]
+def _rms_norm(x, branch, total, weight, centre, eps, out):  # type: ignore[no-untyped-def]
     """Each row of ``x`` [R, D] over its root mean square, times ``centre + weight`` (or 1), to ``out``.
 
-    Zhang and Sennrich 2019; ``weight`` [D] is empty where the norm has none.
+    Zhang and Sennrich 2019; ``weight`` [D] is empty where the norm has none. Where ``branch`` is not empty it
+    is added to ``x`` first, and ``total`` is the sum.
     """
+    if branch.size:
+        for r in range(x.shape[0]):
+            for i in range(x.shape[1]):
+                total[r, i] = x[r, i] + branch[r, i]
+    row = total if branch.size else x
     for r in range(x.shape[0]):
-        total = np.float32(0)
+        squares = np.float32(0)
         for i in range(x.shape[1]):
-            total += x[r, i] * x[r, i]
-        factor = np.float32(1.0) / np.sqrt(total / np.float32(x.shape[1]) + eps)
+            squares += row[r, i] * row[r, i]
+        factor = np.float32(1.0) / np.sqrt(squares / np.float32(x.shape[1]) + eps)
         if weight.size:
             for i in range(x.shape[1]):
-                out[r, i] = x[r, i] * factor * (centre + weight[i])
+                out[r, i] = row[r, i] * factor * (centre + weight[i])
         else:
             for i in range(x.shape[1]):
-                out[r, i] = x[r, i] * factor
+                out[r, i] = row[r, i] * factor
 
 
 rms_norm = kept_on_disk(_rms_norm, nogil=True, error_model="numpy", fastmath=_FAST)
 
 
-def _rotate(x, cos, sin, traditional):  # type: ignore[no-untyped-def]
-    """Turn the first values of each row of ``x`` [R, d] in place, by one angle a pair (Su et al. 2021).
+def _turned(x, weight, centre, eps, cos, sin, traditional, out):  # type: ignore[no-untyped-def]
+    """Each row of ``x`` [h, d], normalised where ``weight`` [d] is not empty and turned, to ``out``.
 
-    ``traditional`` pairs neighbours; otherwise the two halves of the rotated width are paired.
+    The first values of a row are turned by one angle a pair (Su et al. 2021). ``traditional`` pairs
+    neighbours; otherwise the two halves of the rotated width are paired.
     """
-    half = cos.size
+    half, width = cos.size, x.shape[1]
     for r in range(x.shape[0]):
+        if weight.size:
+            squares = np.float32(0)
+            for i in range(width):
+                squares += x[r, i] * x[r, i]
+            factor = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
+            for i in range(width):
+                out[r, i] = x[r, i] * factor * (centre + weight[i])
+        else:
+            for i in range(width):
+                out[r, i] = x[r, i]
         for i in range(half):
             first, second = (2 * i, 2 * i + 1) if traditional else (i, i + half)
-            a, b = x[r, first], x[r, second]
-            x[r, first], x[r, second] = a * cos[i] - b * sin[i], a * sin[i] + b * cos[i]
+            a, b = out[r, first], out[r, second]
+            out[r, first], out[r, second] = a * cos[i] - b * sin[i], a * sin[i] + b * cos[i]
 
 
-rotate = kept_on_disk(_rotate, nogil=True, error_model="numpy")
+turned = kept_on_disk(_turned, nogil=True, error_model="numpy", fastmath=_FAST)
 
 
 def _attend_head(head, context):  # type: ignore[no-untyped-def]

@@ -26,6 +26,7 @@ _LAYER = f"boolean, {_STACK}, {_STACK}, {_STACK}, int64, float32, float32, int64
 _MANY = f"({_LAYER}, int64, int64, {_STACK}, boolean, {_ROWS}, {_CHOSEN}, {_ROWS}, {_ROWS})"
 _PROMPT = f"int64, UniTuple(int64, 5), {_ROWS}, {_ROWS}, {_ROWS}, float32, int64, boolean[:,::1]"
 _ROUTER = "int64, int64, int64, boolean, int64, float32, float32"
+_NORM = f"{_VECTOR}, float32, float32"
 _CACHE = "float32[:,:,::1]"
 _LINEAR = f"({_STACK}, int64, int64, {_ROWS}, {_ROWS})"
 
@@ -87,8 +88,8 @@ ALL = (
     Compiled("token", "attend", f"({_ROWS}, {_CACHE}, {_CACHE}, int64, float32, {_ROWS})", 0.3),
     Compiled("attention", "attend_many", f"({_PROMPT}, {_VECTOR}, {_ROWS})", 0.8),
     Compiled("token", "route", f"({_VECTOR}, {_VECTOR}, {_ROUTER}, uint32[::1], {_VECTOR})", 1),
-    Compiled("token", "rms_norm", f"({_ROWS}, {_VECTOR}, float32, float32, {_ROWS})", 0.4),
-    Compiled("token", "rotate", f"({_ROWS}, {_VECTOR}, {_VECTOR}, boolean)", 0.2),
+    Compiled("token", "rms_norm", f"({_ROWS}, {_ROWS}, {_ROWS}, {_NORM}, {_ROWS})", 0.4),
+    Compiled("token", "turned", f"({_ROWS}, {_NORM}, {_VECTOR}, {_VECTOR}, boolean, {_ROWS})", 0.4),
 )
 """Every computation that a token may need."""
 

@@ -27,7 +27,9 @@ LayerCall = Callable[[mx.array, Any, Any], mx.array]
 # Cosines and sines of a position, and whether neighbours are turned together.
 _Turn = tuple[np.ndarray, np.ndarray, bool]
 
-_NOTHING = np.empty(0, np.float32)
+_NOTHING, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+_UNTURNED: _Turn = (_NOTHING, _NOTHING, False)
+_UNNORMED = (None, np.float32(0), np.float32(0))
 _FLOAT32, _KINDS = mx.float32, (nn.RMSNorm, ZeroCentredRMSNorm)
 _PARALLEL_FROM = 1 << 18  # products of a call of attention from which on all threads share the heads
 
@@ -37,6 +39,26 @@ def _norm(module: Any) -> tuple[nn.Module, np.float32, np.float32] | None:
     if type(module) not in _KINDS:
         return None
     return module, np.float32(type(module) is ZeroCentredRMSNorm), np.float32(module.eps)
+
+
+def norm_row(module: Any) -> OnRow | None:
+    """A root-mean-square norm on the CPU for a float32 row [1, D] in memory; None for any other module.
+
+    The function says None on a machine that cannot run it.
+    """
+    found = _norm(module)
+    if found is None:
+        return None
+    held, centre, eps = found
+
+    def run(row: np.ndarray) -> np.ndarray | None:
+        token, out = _compiled(), np.empty(row.shape, np.float32)
+        if token is None:
+            return None
+        token.rms_norm(row, _NO_ROWS, row, stacks.float32(held["weight"]), centre, eps, out)
+        return out
+
+    return run
 
 
 def _usual_attention(mixer: Any) -> bool:
@@ -105,14 +127,15 @@ def one_token(
         return usual
     spec, qk = mixer._spec, mixer._spec.qk_norm
     normed = qk is not None and qk.enabled
-    head_norms = [_norm(mixer[leaf]) for leaf in mixer._leaves] if normed else [None, None]
-    if normed and None in head_norms:
+    head_norms = [_norm(mixer[leaf]) for leaf in mixer._leaves] if normed else [_UNNORMED, _UNNORMED]
+    if None in head_norms:
         return usual
     q_norm: Any = head_norms[0]
     k_norm: Any = head_norms[1]
     q_proj, k_proj, v_proj = (on_row(mixer[leaf]) for leaf in ("q_proj", "k_proj", "v_proj"))
     # What is added to a float32 stream may be narrower.
-    output, through_mlx = on_row(find(mixer, spec.names.o), widened=True), on_row(feed, widened=True)
+    output: Any = on_row(find(mixer, spec.names.o), widened=True)
+    through_mlx: Any = on_row(feed, widened=True)
     into = through_mlx if feed_row is None else feed_row
     angles, scale = _angles(mixer._rope), np.float32(mixer.scale)
     heads, groups, width, depth = mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.v_head_dim
@@ -138,19 +161,17 @@ def one_token(
         h = empty(x.shape, np.float32)
         module, centre, eps = first
         weight = module["weight"]
-        norm(x, rows(weight.dtype, floats)(weight), centre, eps, h)
+        norm(x, _NO_ROWS, x, rows(weight.dtype, floats)(weight), centre, eps, h)
         k, v = k_proj(h), v_proj(h)
         if k is None or v is None:
             return None
-        turn, keys = None if angles is None else angles(cache.offset), empty((groups, width), np.float32)
+        turn, scales = _UNTURNED if angles is None else angles(cache.offset), _NOTHING
+        module, centre, eps = k_norm
         if normed:
-            module, centre, eps = k_norm
             weight = module["weight"]
-            norm(k.reshape(keys.shape), rows(weight.dtype, floats)(weight), centre, eps, keys)
-        else:
-            keys[:] = k.reshape(keys.shape)
-        if turn is not None:
-            token.rotate(keys, *turn)
+            scales = rows(weight.dtype, floats)(weight)
+        keys = empty((groups, width), np.float32)
+        token.turned(k.reshape(keys.shape), scales, centre, eps, *turn, keys)
         cache.update_and_fetch(array(keys.reshape(key_shape)), array(v.reshape(value_shape)))
         # MLX writes on a thread of its own while the queries are computed.
         write(cache.keys, cache.values)
@@ -159,19 +180,15 @@ def one_token(
         if q is None:
             cache.trim(1)
             return None
+        module, centre, eps = q_norm
         if normed:
-            module, centre, eps = q_norm
             weight = module["weight"]
-            norm(q.reshape(queries.shape), rows(weight.dtype, floats)(weight), centre, eps, queries)
-        else:
-            queries[:] = q.reshape(queries.shape)
-        if turn is not None:
-            token.rotate(queries, *turn)
+            scales = rows(weight.dtype, floats)(weight)
+        token.turned(q.reshape(queries.shape), scales, centre, eps, *turn, queries)
         seen = _attended(token.attend, queries, cache, scale, empty((heads, depth), np.float32))
-        total = x + output(seen.reshape(1, -1))
         module, centre, eps = second
-        weight, h = module["weight"], empty(x.shape, np.float32)
-        norm(total, rows(weight.dtype, floats)(weight), centre, eps, h)
+        weight, total = module["weight"], empty(x.shape, np.float32)
+        norm(x, output(seen.reshape(1, -1)), total, rows(weight.dtype, floats)(weight), centre, eps, h)
         added = into(h)
         return total + (through_mlx(h) if added is None else added)
 
