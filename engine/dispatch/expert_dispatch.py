@@ -9,7 +9,7 @@ and no file. Threads that meet at a first call may each decide; the last decisio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from operator import is_
 from typing import Any, NamedTuple
@@ -51,6 +51,10 @@ def current_device() -> Device:
     return "cpu" if mx.default_device().type == mx.DeviceType.cpu else _gpu()
 
 
+InMemory = tuple[FusedExperts, Tally]
+"""What gives the whole sum of a float32 row in memory on the CPU, and what counts the call."""
+
+
 @dataclass(frozen=True, eq=False)
 class Decision:
     """What one kind of call does.
@@ -66,6 +70,14 @@ class Decision:
     tally: Tally
     adds_shared: bool = False
     unrounded: bool = False
+
+    @cached_property
+    def in_memory(self) -> tuple[InMemory | None, InMemory | None]:
+        """What sums a row in memory: where there is a shared expert, and where there is none."""
+        if not isinstance(self.run, FusedExperts):
+            return None, None
+        whole = self.run, self.tally
+        return (whole if self.adds_shared else None), whole
 
 
 class _Decided(NamedTuple):
@@ -400,18 +412,14 @@ class BoundExperts:
         dtype = x.dtype if self._shared is None else mx.float32
         return gather.experts(container, self.dispatch.activation, x, indices, weights, dtype), False
 
-    def in_memory(self, top_k: int) -> tuple[FusedExperts, Tally] | None:
-        """What gives the whole sum of one float32 row in memory on the CPU, and counts such a call.
+    def in_memory(self, top_k: int) -> InMemory | None:
+        """For one float32 row.
 
         None where the call has to be made: it decides, or something else than the CPU's kernel is needed.
         """
-        if self.container.training:
-            return None
-        decision = self._standing().get((1, top_k, _FLOAT32, "cpu", False))
-        if decision is None or not isinstance(decision.run, FusedExperts):
-            return None
-        whole = self._shared is None or decision.adds_shared
-        return (decision.run, decision.tally) if whole else None
+        key = (1, top_k, _FLOAT32, "cpu", self.container.training)
+        decision = self._standing().get(key)
+        return None if decision is None else decision.in_memory[self._shared is None]
 
     def _standing(self) -> dict[tuple[object, ...], Decision]:
         """The decisions for the modules and arrays that are there now."""

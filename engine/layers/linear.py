@@ -83,29 +83,40 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def on_row(layer: Callable[[mx.array], mx.array], widened: bool = False) -> OnRow:
+class NarrowError(Exception):
+    """A layer's output for a float32 row is no float32: its call has to be made in MLX."""
+
+
+def on_row(
+    layer: Callable[[mx.array], mx.array], widened: bool = False
+) -> Callable[[np.ndarray], np.ndarray]:
     """A layer's call on the CPU for one float32 row [1, M] in memory, to float32 [1, N].
 
     The product stays out of MLX where the layer is linear and the kernel takes it; the values are the same.
 
     Args:
-        widened: the output's type does not matter; otherwise the call says None for another than float32.
+        widened: the output's type does not matter; otherwise the call raises NarrowError for another than
+            float32.
     """
 
-    def through_mlx(row: np.ndarray) -> np.ndarray | None:
-        y = layer(mx.array(row[None]))
-        if y.dtype != mx.float32:
-            if not widened:
-                return None
-            y = y.astype(mx.float32)
+    def in_float32(row: np.ndarray) -> np.ndarray:
+        y = layer(mx.array(row[None])).astype(mx.float32)
         mx.eval(y)
         return np.ascontiguousarray(y).reshape(1, -1)
 
+    def as_it_is(row: np.ndarray) -> np.ndarray:
+        y = layer(mx.array(row[None]))
+        if y.dtype != mx.float32:
+            raise NarrowError
+        mx.eval(y)
+        return np.ascontiguousarray(y).reshape(1, -1)
+
+    through_mlx = in_float32 if widened else as_it_is
     if type(layer) not in (Linear, QuantizedLinear):
         return through_mlx
     module: Any = layer
 
-    def run(row: np.ndarray) -> np.ndarray | None:
+    def run(row: np.ndarray) -> np.ndarray:
         y: np.ndarray | None = module._dispatch.on_row(module, row)
         return through_mlx(row) if y is None else y
 

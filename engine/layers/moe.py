@@ -351,8 +351,10 @@ class MoE(VersionedModule):
         def run(row: np.ndarray) -> np.ndarray | None:
             # Asked first, because a call that is made after all counts the router's product itself.
             found = experts.in_memory(top_k)
-            routed = None if found is None else router.on_row(row)
-            if found is None or routed is None:
+            if found is None:
+                return None
+            routed = router.on_row(row)
+            if routed is None:
                 return None
             kernel, tally = found
             y = kernel.on_rows(row, *routed)

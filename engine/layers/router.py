@@ -219,13 +219,15 @@ class BoundRouter:
         """As the call on the CPU for one float32 row [1, D] in memory, to ``[1, K]`` each (uint32, float32).
 
         None, and nothing counted, where the call has to be made.
+
+        Raises:
+            NarrowError: likewise, where the logits are no float32.
         """
         run = self._router.one_launch("cpu") if row.size == self._one_row else None
         if not isinstance(run, Routed):
             return None
         tilt = NO_TILT if self._bias is None else run.tilt(self._bias[0][self._bias[1]])
-        logits = None if tilt is None else self._logits_on_row(row)
-        return None if tilt is None or logits is None else run.on_row(logits[0], tilt)
+        return None if tilt is None else run.on_row(self._logits_on_row(row)[0], tilt)
 
     def plain(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
         """The steps after the logits in plain MLX, for any number of rows."""

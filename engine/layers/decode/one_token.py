@@ -20,7 +20,7 @@ from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.layers.attention import Attention
-from mlx_experts.engine.layers.linear import OnRow, on_row
+from mlx_experts.engine.layers.linear import NarrowError, OnRow, on_row
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
 
 LayerCall = Callable[[mx.array, Any, Any], mx.array]
@@ -29,7 +29,6 @@ _Turn = tuple[np.ndarray, np.ndarray, bool]
 
 _NOTHING, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _UNTURNED: _Turn = (_NOTHING, _NOTHING, False)
-_UNNORMED = (None, np.float32(0), np.float32(0))
 _FLOAT32, _KINDS = mx.float32, (nn.RMSNorm, ZeroCentredRMSNorm)
 _PARALLEL_FROM = 1 << 18  # products of a call of attention from which on all threads share the heads
 
@@ -39,6 +38,12 @@ def _norm(module: Any) -> tuple[nn.Module, np.float32, np.float32] | None:
     if type(module) not in _KINDS:
         return None
     return module, np.float32(type(module) is ZeroCentredRMSNorm), np.float32(module.eps)
+
+
+@lru_cache(maxsize=1)
+def _no_norm() -> Any:
+    """What stands for the norm of heads where there is none: it has no weights."""
+    return {"weight": mx.zeros((0,))}, np.float32(0), np.float32(0)
 
 
 def norm_row(module: Any) -> OnRow | None:
@@ -127,7 +132,7 @@ def one_token(
         return usual
     spec, qk = mixer._spec, mixer._spec.qk_norm
     normed = qk is not None and qk.enabled
-    head_norms = [_norm(mixer[leaf]) for leaf in mixer._leaves] if normed else [_UNNORMED, _UNNORMED]
+    head_norms = [_norm(mixer[leaf]) for leaf in mixer._leaves] if normed else [_no_norm(), _no_norm()]
     if None in head_norms:
         return usual
     q_norm: Any = head_norms[0]
@@ -154,42 +159,46 @@ def one_token(
             if (x.shape, x.dtype) != taken or current_device() != "cpu" or not stacks.evaluated(x):
                 return None
             x = row(x).reshape(1, -1)
-        token = token or _compiled()
         if token is None:
-            return None
+            token = _compiled()
+            if token is None:
+                return None
         norm = token.rms_norm
         h = empty(x.shape, np.float32)
         module, centre, eps = first
         weight = module["weight"]
         norm(x, _NO_ROWS, x, rows(weight.dtype, floats)(weight), centre, eps, h)
-        k, v = k_proj(h), v_proj(h)
-        if k is None or v is None:
+        try:
+            k, v = k_proj(h), v_proj(h)
+        except NarrowError:
             return None
-        turn, scales = _UNTURNED if angles is None else angles(cache.offset), _NOTHING
+        turn, keys = angles(cache.offset), empty((groups, width), np.float32)
         module, centre, eps = k_norm
-        if normed:
-            weight = module["weight"]
-            scales = rows(weight.dtype, floats)(weight)
-        keys = empty((groups, width), np.float32)
+        weight = module["weight"]
+        scales = rows(weight.dtype, floats)(weight)
         token.turned(k.reshape(keys.shape), scales, centre, eps, *turn, keys)
         cache.update_and_fetch(array(keys.reshape(key_shape)), array(v.reshape(value_shape)))
         # MLX writes on a thread of its own while the queries are computed.
         write(cache.keys, cache.values)
-        q, queries = q_proj(h), empty((heads, width), np.float32)
-        evaluate(cache.keys, cache.values)
-        if q is None:
+        try:
+            q, queries = q_proj(h), empty((heads, width), np.float32)
+        except NarrowError:
             cache.trim(1)
             return None
+        finally:
+            evaluate(cache.keys, cache.values)
         module, centre, eps = q_norm
-        if normed:
-            weight = module["weight"]
-            scales = rows(weight.dtype, floats)(weight)
+        weight = module["weight"]
+        scales = rows(weight.dtype, floats)(weight)
         token.turned(q.reshape(queries.shape), scales, centre, eps, *turn, queries)
         seen = _attended(token.attend, queries, cache, scale, empty((heads, depth), np.float32))
         module, centre, eps = second
         weight, total = module["weight"], empty(x.shape, np.float32)
         norm(x, output(seen.reshape(1, -1)), total, rows(weight.dtype, floats)(weight), centre, eps, h)
-        added = into(h)
+        try:
+            added = into(h)
+        except NarrowError:
+            added = None
         return total + (through_mlx(h) if added is None else added)
 
     return OneToken(usual, run)
@@ -205,10 +214,10 @@ def _compiled() -> Any:
     return token
 
 
-def _angles(rope: Any) -> Callable[[int], _Turn] | None:
+def _angles(rope: Any) -> Callable[[int], _Turn]:
     """Cosines and sines of a position, times the factor on the rotated slice, and how pairs are formed."""
     if rope is None:
-        return None
+        return lambda position: _UNTURNED
     inverse = 1.0 / np.array(rope.fixed.freqs).astype(np.float64)
     return _turns(inverse.tobytes(), float(rope.fixed.factor), bool(rope.traditional))
 
