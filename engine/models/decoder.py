@@ -205,12 +205,13 @@ def _in_turn(
     A token stays in memory between two layers that take it so, and to the norm behind the last one.
     """
     row = None  # what the last layer left in memory
+    token = h.size == h.shape[-1]
     for layer, cache in zip(steps.layers, caches, strict=True):
-        form = layer.one_token() if type(layer) is DecoderLayer else None
+        form = layer.one_token() if token and type(layer) is DecoderLayer else None
         behind = None if form is None else form.on_row(h if row is None else row, cache)
         if behind is None:
-            call = layer if form is None else form.usual
-            h = call(h if row is None else mx.array(row[None]), state, cache)
+            # Through the layer itself, as whoever watches its class counts on.
+            h = layer(h if row is None else mx.array(row[None]), state, cache)
         row = behind
     if row is None:
         return h, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -36,6 +37,14 @@ def test_a_family_of_kept_blocks_is_skipped_with_the_reason() -> None:
     (row,) = _rows("muse_spark")
     assert (row.path, row.error, row.ok) == ("skipped", None, True)
     assert "kept" in row.reason
+
+
+def test_a_prompt_of_one_token_shows_every_layer() -> None:
+    """Also on the CPU, where one token may stay in memory from layer to layer."""
+    folder = Path(__file__).parents[2] / "cases" / "qwen3_moe" / "base" / "hub"
+    result = parity.against_mlx_lm(folder, prompt=[7], tokens=2)
+    assert len(result.layers) == 2
+    assert result.first_difference is None
 
 
 def test_every_measured_row_has_a_bound() -> None:
