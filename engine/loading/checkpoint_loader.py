@@ -199,7 +199,7 @@ def cast_tensors(
     """
     keeps = model.cast_predicate
     wanted = activation_dtype(model, tensors, dtype)
-    narrow = _matrices_with_scales(model) if wanted == mx.float32 else frozenset()
+    narrow = _matrices_with_scales(model, tensors) if wanted == mx.float32 else frozenset()
 
     def cast(name: str, value: mx.array) -> bool:
         path, _, leaf = name.rpartition(".")
@@ -212,12 +212,20 @@ def cast_tensors(
     return {name: value.astype(wanted) if cast(name, value) else value for name, value in tensors.items()}
 
 
-def _matrices_with_scales(model: LanguageModel) -> frozenset[str]:
-    """Paths of quantised linear layers and experts on the CPU; an embedding's rows have its scales' dtype."""
+def _matrices_with_scales(model: LanguageModel, tensors: Mapping[str, mx.array]) -> frozenset[str]:
+    """Paths of quantised linear layers and experts on the CPU whose scales and biases have one dtype.
+
+    An embedding is none of them: its rows have its scales' dtype.
+    """
     if mx.default_device().type != mx.DeviceType.cpu:
         return frozenset()
+
+    def alike(path: str) -> bool:
+        scales, biases = tensors.get(f"{path}.scales"), tensors.get(f"{path}.biases")
+        return scales is not None and biases is not None and scales.dtype == biases.dtype
+
     kinds = (nn.QuantizedLinear, QuantizedSwitchLinear)
-    return frozenset(path for path, module in model.named_modules() if isinstance(module, kinds))
+    return frozenset(p for p, module in model.named_modules() if isinstance(module, kinds) and alike(p))
 
 
 def activation_dtype(model: LanguageModel, tensors: Mapping[str, mx.array], dtype: str | None) -> mx.Dtype:

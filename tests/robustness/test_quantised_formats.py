@@ -217,6 +217,24 @@ def test_scales_stay_narrow_beside_activations_in_float32(name: str, stored_as: 
         assert mx.array_equal(ours, wide)
 
 
+@pytest.mark.parametrize("leaf", ["scales", "biases"])
+def test_scales_and_biases_of_two_types_are_widened(leaf: str, lab: Any) -> None:
+    """A kernel reads both in one dtype."""
+    _, config = lab.tiny("qwen3_moe")
+    model = build_tiny(catalog().load("qwen3_moe"), config)
+    stored, _ = lab.pack(lab.parameters(model), 4, 32)
+    disk = halved(stored, mx.bfloat16, mx.bfloat16)
+    odd = {n for n in disk if n.endswith(f".{leaf}")}
+    disk |= {n: disk[n].astype(mx.float16) for n in odd}
+    from mlx_experts.engine.weights.quantization import Reader, quantize_modules
+
+    quantize_modules(model, disk, Reader({"group_size": 32, "bits": 4}, model.converter))
+    cast = cast_tensors(model, disk, "float32")
+    assert {v.dtype for n, v in cast.items() if n.endswith((".scales", ".biases"))} == {mx.float32}
+    model.load_weights(list(cast.items()))
+    assert mx.isfinite(model(lab.ids)).all().item()
+
+
 @pytest.mark.report("QNT-29")
 @pytest.mark.parametrize("name", BIASED)
 def test_correction_biases_are_never_narrowed(name: str, lab: Any) -> None:
