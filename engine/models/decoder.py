@@ -87,12 +87,23 @@ class DecoderLayer(VersionedModule):
         fused: passed to the MoE block.
     """
 
+    # Whether the MLP's branch is given the forward state.
+    sends_state = False
+
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__()
         self._block, self._multiplier = layer.block, layer.block.residual_multiplier
         self._fused = fused
         sizes, block = layer.sizes, self._block
         mixer, mlp = make_mixer(layer, plan), make_mlp(layer, plan, fused)
+        if isinstance(mlp, StatefulMoE) and not self.sends_state:
+            assert layer.moe is not None
+            raise ConfigError(
+                f"the block of layer {layer.index} does not tell its router what a call reads",
+                where=f"{plan.family.family}.yaml, block",
+                expected=f"`kind: residual` beside a router of kind '{layer.moe.router.kind}'",
+                hint="give the block that kind, or take the standard router",
+            )
         if block.parallel and (mixer is None or mlp is None):
             raise ConfigError(
                 f"layer {layer.index} has parallel branches and lacks one",

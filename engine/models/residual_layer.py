@@ -135,6 +135,8 @@ class ResidualLayer(DecoderLayer):
         SpecError: the layer lacks a mixer or an MLP.
     """
 
+    sends_state = True
+
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__(layer, plan, fused)
         if self._mixer_path is None or self._mlp_path is None:
