@@ -42,7 +42,7 @@ class NormedResidualLayer(DecoderLayer):
         fused: passed to the MoE block.
 
     Raises:
-        SpecError: the options have no factors for the layer's type.
+        SpecError: the options have no factors for the layer's type, or the layer lacks a mixer or an MLP.
     """
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
@@ -54,6 +54,13 @@ class NormedResidualLayer(DecoderLayer):
                 where="block.options.mixer",
                 expected=layer.type,
                 found=", ".join(options.mixer),
+            )
+        if self._mixer_path is None or self._mlp_path is None:
+            raise SpecError(
+                "a layer with normed residuals has a mixer and an MLP",
+                where=f"layer {layer.index}",
+                expected="both",
+                found="no mixer" if self._mixer_path is None else "no MLP",
             )
         self._around_mixer, self._around_mlp = options.mixer[layer.type], options.mlp
 
