@@ -318,4 +318,5 @@ def _routing(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:
         assert not isinstance(made, Decline)
         return [row, *made]
 
-    return _attempt(name, "affine 8-bit", dtype, piece, {"x": x}, plain, wanted)
+    token = {"x": x, "counter": routing.zeros(x)}
+    return _attempt(name, "affine 8-bit", dtype, piece, token, plain, wanted)

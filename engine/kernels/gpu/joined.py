@@ -17,6 +17,8 @@ from mlx_experts.engine.kernels.gpu.source import Launch
 # Bytes: each array begins at a multiple of it, as an array of its own does.
 _ALIGNED = 256
 _WORD = 4
+# MLX's CUDA build keeps arrays of up to 8 bytes where the host sees them.
+_ORIGIN_WORDS = 4
 # MLX counts the values of an array in 32 bits.
 _MOST_WORDS = 2**31 - 1
 _TYPES = {
@@ -34,11 +36,15 @@ class Joined:
 
     Args:
         whole: uint32, all of their bytes.
+        origin: its first words. A launch is given no more and finds the rest behind them: MLX submits what
+            it has encoded once the values that launches read are many, which it does after every launch
+            that is given an array of 6 GB.
         begins: of each array in 32-bit words, by its id.
         parts: the arrays, which keeps their ids theirs.
     """
 
     whole: mx.array
+    origin: mx.array
     begins: Mapping[int, int]
     parts: Sequence[mx.array]
 
@@ -70,8 +76,9 @@ class Joined:
             parts.append(array)
             begins[id(array)] = at
             at += count
-        mx.eval(parts)
-        return cls(whole, begins, parts)
+        origin = whole[:_ORIGIN_WORDS]
+        mx.eval(parts, origin)
+        return cls(whole, origin, begins, parts)
 
 
 def _words(array: mx.array, count: int) -> mx.array:
@@ -115,7 +122,7 @@ def reading(
         if len(named) < 2:
             continue
         whole = f"me_joined{number}"
-        inputs[whole] = each.whole
+        inputs[whole] = each.origin
         for name, array in named:
             del inputs[name]
             kind = _TYPES[array.dtype]

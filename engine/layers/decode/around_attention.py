@@ -75,7 +75,7 @@ class AroundAttention:
         after = Pure.of(
             "output",
             ("a", *gate, "x"),
-            ("x",),
+            branch.outputs,
             Watched(self.attention, *branch.posts, without=others),
             self._plain_after,
             lambda: on_gpu(device) or self._prepare_after(device, dtype),

@@ -50,7 +50,7 @@ class AroundExperts:
         shared: a shared expert that lives in the layer.
         added: factor on the branch ``b`` that is not yet added; None: there is none.
         joined: arrays of these modules that lie in one.
-        counter: of the routing launch, which may lie among them.
+        zeroed: the piece before leaves zeros ``z`` for the routing launch to count with.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class AroundExperts:
         shared: nn.Module | None,
         added: float | None,
         joined: Sequence[Joined] = (),
-        counter: mx.array | None = None,
+        zeroed: bool = False,
     ) -> None:
-        self.joined, self.counter = joined, counter
+        self.joined, self.zeroed = joined, zeroed
         self.norm, self.moe, self.after, self.lent, self.added = norm, moe, list(after), shared, added
         self.container = find(moe, moe.experts_path)
         self.shared = shared or (find(moe, moe._shared.path) if moe._shared is not None else None)
@@ -93,7 +93,7 @@ class AroundExperts:
         others = [*([] if self.lent is None else [self.lent]), *self.after]
         both = Pure.of(
             "router and experts",
-            ("x", *branch),
+            ("x", *branch, *(("z",) if self.zeroed else ())),
             (*stream, "b"),
             Watched(*kept, *others),
             partial(self._plain_both, device),
@@ -161,7 +161,6 @@ class AroundExperts:
             added=self.added,
             join=True,
             joined=self.joined,
-            counter=self.counter,
         )
 
     def _prepare_both(self, device: Device, dtype: mx.Dtype, decision: Decision) -> Run | Decline:
@@ -179,7 +178,9 @@ class AroundExperts:
         def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             moe = self._parts(modules)[1]
             bias = find(moe, bias_path) if bias_path else None
+            zeros = rest[-1] if self.zeroed else routing.zeros(viewed(x))
             given: dict[str, Any] = {"x": x, "branch": rest[0] if rest else None, "bias": bias}
+            given["counter"] = zeros
             (routed,) = route.run(*(given[name] for name in route.tokens))
             y = experts(routed)
             for norm in modules[len(modules) - after :]:

@@ -74,7 +74,7 @@ class AroundLatents:
         after = Pure.of(
             "output",
             ("a", *gate, "x"),
-            ("x",),
+            branch.outputs,
             Watched(self.mixer, *branch.posts, without=self._others()),
             self._plain_after,
             lambda: on_gpu(device) or self._prepare_after(device, dtype),

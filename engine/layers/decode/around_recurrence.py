@@ -67,7 +67,7 @@ class AroundRecurrence:
             Pure.of(
                 "output",
                 ("a", "x"),
-                ("x",),
+                branch.outputs,
                 Watched(self.out, *branch.posts),
                 self._plain_after,
                 lambda: on_gpu(device) or self._prepare_after(device, dtype),

@@ -13,15 +13,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_experts.engine.kernels.gpu.joined import Joined
-from mlx_experts.engine.kernels.gpu.pieces import row_product
+from mlx_experts.engine.kernels.gpu.pieces import routing, row_product
 from mlx_experts.engine.kernels.gpu.pieces.packed import Value, viewed
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
-from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, RowProduct
+from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, RowProduct, Text
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.decode.matrices import launched, norm_of
 from mlx_experts.engine.layers.decode.steps import Run
 
 _V = TypeVar("_V")
+_Z = Value | None
 
 
 def add(x: mx.array, rest: Sequence[mx.array], added: float | None) -> mx.array:
@@ -47,6 +48,7 @@ class MixerBranch:
         factor: on the branch when it is added.
         added: factor on the branch ``b`` of the layer before, which is not yet added; None: there is none.
         joined: arrays of the mixer that lie in one.
+        counted: the next piece counts its blocks, for which the last launch leaves words of zero.
     """
 
     at: int
@@ -56,6 +58,7 @@ class MixerBranch:
     factor: float
     added: float | None
     joined: Sequence[Joined] = ()
+    counted: bool = False
 
     @property
     def norms(self) -> list[nn.Module]:
@@ -77,6 +80,11 @@ class MixerBranch:
         """The stream as an output of the first piece, where that adds a branch to it."""
         return () if self.added is None else ("x",)
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the last piece makes: the stream, and zeros where the next piece counts."""
+        return ("x", "z") if self.counted else ("x",)
+
     def summed(self, x: mx.array, *rest: mx.array) -> mx.array:
         """The stream with the branch of the layer before."""
         return add(x, rest, self.added)
@@ -87,9 +95,13 @@ class MixerBranch:
 
     def joins(self, x: mx.array, y: mx.array, posts: Sequence[Any]) -> tuple[mx.array, ...]:
         """The stream with what the output layer gave."""
+        return self._joined(x, y, posts, routing.zeros(x) if self.counted else None)
+
+    def _joined(self, x: mx.array, y: mx.array, posts: Sequence[Any], zeros: _Z) -> tuple[Any, ...]:
         for norm in posts:
             y = norm(y)
-        return (x + (y if self.factor == 1.0 else y * self.factor),)
+        x = x + (y if self.factor == 1.0 else y * self.factor)
+        return (x,) if zeros is None else (x, zeros)
 
     def rms_norm(self) -> Norm | Decline | None:
         """The norm before the mixer as kernels take it; None where there is none."""
@@ -99,13 +111,15 @@ class MixerBranch:
         kind = type(self.norm).__name__
         return found or Decline("norm", "an RMS norm", kind, "It runs in plain MLX.")
 
-    def launch(self, asked: RowProduct, device: Device, dtype: mx.Dtype) -> Piece | Decline:
+    def launch(
+        self, asked: RowProduct, device: Device, dtype: mx.Dtype, more: Text | None = None
+    ) -> Piece | Decline:
         """A product of a row as a launch that finds its matrices in the joined arrays."""
         objection = row_product.check(asked)
         if objection is not None:
             return objection
         backend = row_product.backend_of(device)
-        return row_product.build(asked, backend, device, dtype, join=True, joined=self.joined)
+        return row_product.build(asked, backend, device, dtype, join=True, joined=self.joined, more=more)
 
     def output(self, asked: RowProduct, device: Device, dtype: mx.Dtype) -> Run | Decline:
         """The output layer and the addition to the stream: ``(a, [gate,] x)`` to ``x + factor * branch``.
@@ -116,12 +130,15 @@ class MixerBranch:
         """
         normed = self.post is not None
         asked = replace(asked, residual=not normed, multiplier=1.0 if normed else self.factor)
-        product = self.launch(asked, device, dtype)
+        product = self.launch(asked, device, dtype, routing.ZEROS if self.counted else None)
         if isinstance(product, Decline):
             return product
 
         def run(modules: Sequence[Any], a: Value, *rest: Value) -> tuple[Value, ...]:
-            y = launched(product, {"x": a, "gate": rest[0], "residual": rest[-1]})["y0"]
-            return self.joins(viewed(rest[-1]), viewed(y), modules[1:]) if normed else (y,)
+            made = launched(product, {"x": a, "gate": rest[0], "residual": rest[-1]})
+            y, zeros = made["y0"], made.get("zeros")
+            if normed:
+                return self._joined(viewed(rest[-1]), viewed(y), modules[1:], zeros)
+            return (y,) if zeros is None else (y, zeros)
 
         return run

@@ -17,7 +17,6 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_experts.engine.dispatch.trace import TraceKey, trace
 from mlx_experts.engine.kernels.gpu.joined import Joined, leaves_of
-from mlx_experts.engine.kernels.gpu.pieces import routing
 from mlx_experts.engine.kernels.gpu.pieces.packed import Value, filled, viewed
 from mlx_experts.engine.kernels.request import Decline, Device
 from mlx_experts.engine.layers.attention import Attention
@@ -146,6 +145,7 @@ class TokenPieces:
     def _add(self, at: int, layer: LayerOfPieces, added: float | None) -> float | None:
         """The steps of a layer; the factor on a branch that the next step is to add, or None."""
         parts, device, dtype = layer.parts, self._device, self._dtype
+        zeroed = False
         if isinstance(parts, Decline):
             self._settle(added)
             self._notes[at] = f"as it is, {parts}"
@@ -160,8 +160,9 @@ class TokenPieces:
             kind = _around(mixer)
             if not isinstance(kind, Decline):
                 joined = self._joined(mixer, parts.pre_mixer, more=_frequencies(mixer))
+                zeroed = device == "cuda" and type(parts.mlp) is MoE
                 branch = MixerBranch(
-                    at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined
+                    at, parts.pre_mixer, mixer, parts.post_mixer, parts.factor, added, joined, zeroed
                 )
                 self._steps += kind(branch).steps(device, dtype)
                 if isinstance(mixer, RecurrentMixer):
@@ -184,12 +185,11 @@ class TokenPieces:
         after = [norm for norm in (parts.output_norm, parts.post_mlp) if norm is not None]
         made: Sequence[Step] | Decline
         in_files = isinstance(parts.mlp, MoE) and parts.mlp.slots is not None
-        counter = routing.new_counter()
-        joined = [] if in_files else self._joined(parts.mlp, parts.shared, parts.pre_mlp, more=[counter])
+        joined = [] if in_files else self._joined(parts.mlp, parts.shared, parts.pre_mlp)
         if type(parts.mlp) is MLP and parts.shared is None:
             made = AroundMLP(parts.pre_mlp, parts.mlp, after, added, joined).steps(device, dtype)
         elif type(parts.mlp) is MoE:
-            blocks = AroundExperts(parts.pre_mlp, parts.mlp, after, parts.shared, added, joined, counter)
+            blocks = AroundExperts(parts.pre_mlp, parts.mlp, after, parts.shared, added, joined, zeroed)
             made = blocks.steps(device, dtype)
         else:
             made = Decline("block", "experts or a dense MLP", type(parts.mlp).__name__, "It runs as it is.")

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from mlx_experts.engine.kernels.gpu.joined import Joined, leaves_of, reading
@@ -42,6 +43,18 @@ def test_sizes_that_fill_no_word_keep_their_values(dtype):
         assert mx.array_equal(joined.whole[at:].view(dtype)[: array.size], first[name])
 
 
+def test_a_launch_is_given_the_first_words_of_the_same_memory():
+    holder = {name: mx.random.uniform(0, 9, (65,)) for name in "ab"}
+    joined = Joined.of([(holder, name) for name in holder])
+    assert joined.origin.size == 4
+
+    def start(array):
+        return np.array(array, copy=False).ctypes.data
+
+    assert start(joined.origin) == start(joined.whole)
+    assert start(holder["b"]) == start(joined.origin) + 4 * joined.begins[id(holder["b"])]
+
+
 def test_a_launch_reads_them_as_one_input_and_others_as_before():
     holder = {"w": mx.ones((4, 4), mx.uint32), "s": mx.ones((4,), mx.bfloat16), "i": mx.ones((2,), mx.int64)}
     alone = holder["i"]
@@ -50,7 +63,7 @@ def test_a_launch_reads_them_as_one_input_and_others_as_before():
     held = {"x": None, "w": holder["w"], "other": mx.ones((3,)), "s": holder["s"]}
     made, inputs = reading(launch(*held), held, [joined])
     assert made.inputs == ("x", "other", "me_joined0") == tuple(inputs)
-    assert inputs["me_joined0"] is joined.whole
+    assert inputs["me_joined0"] is joined.origin
     assert (
         "const __nv_bfloat16* const s = reinterpret_cast<const __nv_bfloat16*>(me_joined0 + " in made.source
     )

@@ -20,8 +20,12 @@ from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.kernels.router_kernel import RouterSteps, router_settings
 from mlx_experts.engine.kernels.router_kernel import check as check_steps
 
-# MLX's CUDA build keeps arrays of up to 8 bytes where the host sees them: the counter gets four words.
 _COUNTER_WORDS = 4
+# What a launch adds to its text so that the routing launch after it finds its counter at zero.
+ZEROS = Text(
+    outputs={"zeros": Output.row(_COUNTER_WORDS, mx.uint32)},
+    tail=f"if (group == 0 && warp == 0 && lane < {_COUNTER_WORDS}) zeros[lane] = 0u;\n",
+)
 
 
 def check(matrix: Stack, norm: Norm | None, steps: RouterSteps) -> Decline | None:
@@ -36,11 +40,13 @@ def check(matrix: Stack, norm: Norm | None, steps: RouterSteps) -> Decline | Non
     return row_product.check(RowProduct(matrix.projection.cols, (Product(matrix),), norm))
 
 
-def new_counter() -> mx.array:
-    """Counts the blocks that have finished; each launch leaves it zero."""
-    counter = mx.zeros((_COUNTER_WORDS,), dtype=mx.uint32)
-    mx.eval(counter)
-    return counter
+def zeros(x: mx.array) -> mx.array:
+    """Words of zero for the counter, made anew for each row ``x`` ``[1, 1, H]``.
+
+    They are a function of the row, so that no two calls share them.
+    """
+    some = x[..., : _COUNTER_WORDS * mx.uint32.size // x.dtype.size]
+    return mx.bitwise_and(some.view(mx.uint32), 0)
 
 
 def build(
@@ -54,24 +60,21 @@ def build(
     logit: str = "v",
     join: bool = False,
     joined: Sequence[Joined] = (),
-    counter: mx.array | None = None,
 ) -> Piece:
     """The launch for CUDA: outputs ``y0`` (float32 logits), ``normed``, ``chosen`` (uint32) and ``share``.
 
-    ``stream`` comes before ``normed`` where a branch is ``added``. The counter belongs to this piece: one
-    piece must not run twice at once, on two streams.
+    ``stream`` comes before ``normed`` where a branch is ``added``. The input ``counter`` counts the blocks
+    that have finished. It belongs to one call: MLX may run two calls of one piece at once.
 
     Args:
         join: as in ``row_product.build``.
         joined: as there.
         logit: what is done to a logit ``v``, as a C expression.
-        counter: of :func:`new_counter`, where it lies in a joined array; None makes one.
     """
-    counter = new_counter() if counter is None else counter
     asked = RowProduct(matrix.projection.cols, (Product(matrix),), norm, added)
     how = row_product.cut(asked, "cuda")
     more = Text(
-        inputs={"counter": counter} | ({"bias": None} if steps.bias else {}),
+        inputs=dict.fromkeys(("counter", "bias") if steps.bias else ("counter",)),
         outputs={
             "normed": Output.row(asked.width, dtype),
             "chosen": Output.row(steps.top_k, mx.uint32),

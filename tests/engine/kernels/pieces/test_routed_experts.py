@@ -18,7 +18,8 @@ def test_experts_read_what_the_routing_launch_wrote(build_case, case_type, make_
     norm = Norm((1 + 0.3 * mx.random.normal((256,))).astype(mx.bfloat16), 1e-6)
     matrix = make_matrix(256, 9, ("affine", 8, 64))
     route = routing.build(matrix, norm, RouterSteps(9, 3, normalise="sum"), cuda.BACKEND, mx.bfloat16)
-    arrays = route.arrays(mx.random.normal((1, 1, 256)).astype(mx.bfloat16))
+    x = mx.random.normal((1, 1, 256)).astype(mx.bfloat16)
+    arrays = route.arrays(x, routing.zeros(x))
     (routed,) = map(mx.array, host_cuda.run(cuda.BACKEND, route.launch, arrays, route.memory()))
     _, normed, chosen, share = route.views([routed])
 
