@@ -104,12 +104,18 @@ class LinearDispatch:
 
         None, and not counted, where the call has to be made: it decides, or leaves the product to MLX.
         """
-        decision = None if module.training else self._standing(module).get(_ONE_ROW)
-        if decision is None or decision.run is None:
+        found = self.decided(module)
+        if found is None:
             return None
-        y = decision.run.on_rows(row)
-        decision.tally.add()
+        run, tally = found
+        y = run.on_rows(row)
+        tally.add()
         return y
+
+    def decided(self, module: nn.Module) -> tuple[FusedLinear, Tally] | None:
+        """What multiplies one float32 row and what counts it; None where it is not decided, or is MLX."""
+        decision = None if module.training else self._standing(module).get(_ONE_ROW)
+        return None if decision is None or decision.run is None else (decision.run, decision.tally)
 
     def _standing(self, module: nn.Module) -> dict[tuple[object, ...], _Decision]:
         """The decisions for the arrays that the layer has now."""

@@ -83,6 +83,11 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def is_linear(layer: Any) -> bool:
+    """Whether a layer is a linear one of this package and nothing else, such as an adapter."""
+    return type(layer) in (Linear, QuantizedLinear)
+
+
 class NarrowError(Exception):
     """A layer's output for a float32 row is no float32: its call has to be made in MLX."""
 
@@ -112,7 +117,7 @@ def on_row(
         return np.ascontiguousarray(y).reshape(1, -1)
 
     through_mlx = in_float32 if widened else as_it_is
-    if type(layer) not in (Linear, QuantizedLinear):
+    if not is_linear(layer):
         return through_mlx
     module: Any = layer
 

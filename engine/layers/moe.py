@@ -15,7 +15,7 @@ import numpy as np
 from mlx.nn.layers.distributed import sum_gradients
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
-from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts, ExpertDispatch, current_device
+from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts, ExpertDispatch, InMemory, current_device
 from mlx_experts.engine.kernels import expert_weights, gather
 from mlx_experts.engine.kernels.expert_weights import SharedModules, children
 from mlx_experts.engine.kernels.memory.slots import ExpertSlots, SlottedExperts
@@ -54,6 +54,38 @@ class MoESteps:
     run: Callable[[mx.array], mx.array]
     lent: nn.Module | None
     on_row: OnRow | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsOnRow:
+    """A block's sum on the CPU for one float32 row [1, D] in memory; see :class:`MoESteps`.
+
+    Args:
+        router: as a call uses it, and ``experts`` likewise.
+        top_k: K.
+    """
+
+    router: BoundRouter
+    experts: BoundExperts
+    top_k: int
+
+    def __call__(self, row: np.ndarray) -> np.ndarray | None:
+        """The row of the sum, or None where the block has to be called."""
+        # Asked first, because a call that is made after all counts the router's product itself.
+        found = self.decided()
+        if found is None:
+            return None
+        routed = self.router.on_row(row)
+        if routed is None:
+            return None
+        kernel, tally = found
+        y = kernel.on_rows(row, *routed)
+        tally.add()
+        return y
+
+    def decided(self) -> InMemory | None:
+        """What gives the sum over the experts, and what counts it; None where it is not decided."""
+        return self.experts.in_memory(self.top_k)
 
 
 class MoE(VersionedModule):
@@ -346,22 +378,7 @@ class MoE(VersionedModule):
         """The sum for a row in memory, with the router and the experts of a call; see :class:`MoESteps`."""
         if not isinstance(experts, BoundExperts):
             return None  # somebody is told what is picked
-        top_k = self._router.top_k
-
-        def run(row: np.ndarray) -> np.ndarray | None:
-            # Asked first, because a call that is made after all counts the router's product itself.
-            found = experts.in_memory(top_k)
-            if found is None:
-                return None
-            routed = router.on_row(row)
-            if routed is None:
-                return None
-            kernel, tally = found
-            y = kernel.on_rows(row, *routed)
-            tally.add()
-            return y
-
-        return run
+        return ExpertsOnRow(router, experts, self._router.top_k)
 
     @property
     def biased(self) -> bool:

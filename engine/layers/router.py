@@ -167,6 +167,7 @@ class BoundRouter:
         self._logits_alone = self._product([*([] if plain else widen), *after])
         # Nothing is to be widened of a float32 row.
         bare = not after and self._before in (None, _widen)
+        self._bare = bare
         self._logits_on_row = on_row(self._matrix if bare else self._logits_alone)
 
     def _bind_input(self, norm: tuple[nn.Module, str] | None) -> _Step | None:
@@ -228,6 +229,10 @@ class BoundRouter:
             return None
         tilt = NO_TILT if self._bias is None else run.tilt(self._bias[0][self._bias[1]])
         return None if tilt is None else run.on_row(self._logits_on_row(row)[0], tilt)
+
+    def in_memory(self) -> tuple[Any, Any, tuple[nn.Module, str] | None]:
+        """The matrix where its products are the logits, what picks on the CPU, and where a bias for it is."""
+        return self._matrix if self._bare else None, self._router.one_launch("cpu"), self._bias
 
     def plain(self, logits: mx.array, bias: mx.array | None) -> tuple[mx.array, mx.array]:
         """The steps after the logits in plain MLX, for any number of rows."""

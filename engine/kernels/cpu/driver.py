@@ -63,7 +63,6 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
 
 # One task's rows of gate and up; whole blocks of down (at most 32 weights), so that tasks share none.
 ROWS_AT_ONCE = 64
-OUTPUTS_AT_ONCE = 32  # one task's rows of down
 TILE, LOW_TILE = 16, 4  # rows of weights that are decoded at once; few while they serve few inputs
 LOW_UP_TO = 12  # inputs
 DEPTH = 1024  # floats of a row that are multiplied at once, so that six inputs stay in the nearest cache
@@ -78,7 +77,7 @@ def _factor(stack, expert):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped-def]
+def expert_rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped-def]
     """``count`` rows of one expert times the input, with its factor and its biases, into ``out``."""
     at = expert * number(stack, ROWS) + first
     scales = at * number(stack, SCALE_BYTES)
@@ -104,7 +103,7 @@ def _rows(stack, expert, first, count, x, sums, out):  # type: ignore[no-untyped
 
 
 @njit(error_model="numpy")
-def _lay_out(stack, values, first, count, planes, sums):  # type: ignore[no-untyped-def]
+def lay_out(stack, values, first, count, planes, sums):  # type: ignore[no-untyped-def]
     """Put inputs ``first`` and following, whole blocks of them, where the product of rows wants them."""
     size, blocks = number(stack, WEIGHTS), number(stack, BLOCKS)
     if number(stack, QUANTISE) != 0:
@@ -131,26 +130,26 @@ def _hidden_task(task, context):  # type: ignore[no-untyped-def]
     k, first = task // tasks, task % tasks * ROWS_AT_ONCE
     count, expert = min(ROWS_AT_ONCE, f - first), whole32(indices, k)
     u, g = room(ROWS_AT_ONCE * 4), room(ROWS_AT_ONCE * 4)
-    _rows(up, expert, first, count, x_up, up_sums, u)
+    expert_rows(up, expert, first, count, x_up, up_sums, u)
     if gated != 0:
-        _rows(gate, expert, first, count, x_gate, gate_sums, g)
+        expert_rows(gate, expert, first, count, x_gate, gate_sums, g)
     for row in range(count):
         value = read(u, row)
         other = read(g, row) if gated != 0 else value
         write(u, row, call_activation(act, other, value, as_float(alpha), as_float(limit)))
-    _lay_out(down, u, first, count, hidden + k * f * 4, hidden_sums + k * 8 * number(down, BLOCKS))
+    lay_out(down, u, first, count, hidden + k * f * 4, hidden_sums + k * 8 * number(down, BLOCKS))
     release(u, g)
 
 
 def _output_task(task, context):  # type: ignore[no-untyped-def]
     """Some outputs of one token: the weighted sum over its experts."""
-    down, f, h, top_k, indices, weights, hidden, hidden_sums, out = unpacked(context, 9)
-    first = task * OUTPUTS_AT_ONCE
-    count = min(OUTPUTS_AT_ONCE, h - first)
-    part, total = room(OUTPUTS_AT_ONCE * 4), zeros(OUTPUTS_AT_ONCE * 4)
+    down, f, h, top_k, indices, weights, hidden, hidden_sums, out, at_once = unpacked(context, 10)
+    first = task * at_once
+    count = min(at_once, h - first)
+    part, total = room(at_once * 4), zeros(at_once * 4)
     for k in range(top_k):
         sums = hidden_sums + k * 8 * number(down, BLOCKS)
-        _rows(down, whole32(indices, k), first, count, hidden + k * f * 4, sums, part)
+        expert_rows(down, whole32(indices, k), first, count, hidden + k * f * 4, sums, part)
         for row in range(count):
             write(total, row, read(total, row) + read(weights, k) * read(part, row))
     for row in range(count):
@@ -159,12 +158,13 @@ def _output_task(task, context):  # type: ignore[no-untyped-def]
 
 
 def _run(  # type: ignore[no-untyped-def]
-    loop, hidden_task, output_task, gated, gate_, up_, down_, act, alpha, limit, num_experts, x, indices_,
-    weights, out
+    loop, hidden_task, output_task, gated, gate_, up_, down_, act, alpha, limit, num_experts, at_once, x,
+    indices_, weights, out
 ):  # fmt: skip
     """Fill ``out`` [H]; returns -1, or the position of the first index that is no expert.
 
-    The input is laid out once for gate and once for up, since their formats may differ.
+    The input is laid out once for gate and once for up, since their formats may differ. A task of the down
+    projection takes ``at_once`` rows.
     """
     gate, up, down, indices = address(gate_), address(up_), address(down_), address(indices_)
     top_k, h, f = indices_.size, x.size, number(up, ROWS)
@@ -172,10 +172,10 @@ def _run(  # type: ignore[no-untyped-def]
         if whole32(indices, k) < 0 or whole32(indices, k) >= num_experts:
             return k
     x_up, up_sums = zeros(h * 4), room(8 * number(up, BLOCKS))
-    _lay_out(up, address(x), 0, h, x_up, up_sums)
+    lay_out(up, address(x), 0, h, x_up, up_sums)
     x_gate, gate_sums = zeros(h * 4), room(8 * number(gate, BLOCKS))
     if gated:
-        _lay_out(gate, address(x), 0, h, x_gate, gate_sums)
+        lay_out(gate, address(x), 0, h, x_gate, gate_sums)
 
     tasks = (f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     hidden, hidden_sums = zeros(top_k * f * 4), room(top_k * 8 * number(down, BLOCKS))
@@ -184,8 +184,8 @@ def _run(  # type: ignore[no-untyped-def]
         hidden_sums,
     )  # fmt: skip
     call_loop(loop, hidden_task, top_k * tasks, context)
-    context = packed(down, f, h, top_k, indices, address(weights), hidden, hidden_sums, address(out))
-    call_loop(loop, output_task, (h + OUTPUTS_AT_ONCE - 1) // OUTPUTS_AT_ONCE, context)
+    context = packed(down, f, h, top_k, indices, address(weights), hidden, hidden_sums, address(out), at_once)
+    call_loop(loop, output_task, (h + at_once - 1) // at_once, context)
     release(x_up, up_sums, x_gate, gate_sums, hidden, hidden_sums)
     return -1
 
@@ -256,7 +256,7 @@ def _few_inputs(task, context):  # type: ignore[no-untyped-def]
     some = min(ROWS_AT_ONCE, rows - first)
     for r in range(count):
         summed = sums + r * 8 * number(stack, BLOCKS)
-        _rows(stack, 0, first, some, planes + r * width * 4, summed, out + (r * rows + first) * 4)
+        expert_rows(stack, 0, first, some, planes + r * width * 4, summed, out + (r * rows + first) * 4)
 
 
 def _many_inputs(part, context):  # type: ignore[no-untyped-def]
@@ -285,7 +285,7 @@ def _linear(  # type: ignore[no-untyped-def]
         planes, sums = zeros(count * width * 4), room(count * 8 * number(stack, BLOCKS))
         for r in range(count):
             to_sums = sums + r * 8 * number(stack, BLOCKS)
-            _lay_out(stack, from_x + r * width * 4, 0, width, planes + r * width * 4, to_sums)
+            lay_out(stack, from_x + r * width * 4, 0, width, planes + r * width * 4, to_sums)
         context = packed(stack, count, width, planes, sums, to_out)
         call_loop(loop, few_inputs, (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, context)
         release(planes, sums)
@@ -328,10 +328,10 @@ def _hidden_share(part, context):  # type: ignore[no-untyped-def]
                 for r in range(inputs):
                     token = number(order, begin + r) // top_k
                     x, sums = planes_up + token * h * 4, sums_up + token * 8 * number(up, BLOCKS)
-                    _rows(up, e, first, count, x, sums, number(to_u, r))
+                    expert_rows(up, e, first, count, x, sums, number(to_u, r))
                     if gated != 0:
                         x, sums = planes_gate + token * h * 4, sums_gate + token * 8 * number(gate, BLOCKS)
-                        _rows(gate, e, first, count, x, sums, number(to_g, r))
+                        expert_rows(gate, e, first, count, x, sums, number(to_g, r))
             else:
                 height = _height(inputs)
                 for row in range(0, count, height):
@@ -353,7 +353,7 @@ def _hidden_share(part, context):  # type: ignore[no-untyped-def]
                     other = read(own_g, row) if gated != 0 else value
                     write(own_u, row, call_activation(act, other, value, as_float(alpha), as_float(limit)))
                 if inputs <= FEW:
-                    _lay_out(down, own_u, first, count, into, hidden_sums + (begin + r) * 8 * blocks)
+                    lay_out(down, own_u, first, count, into, hidden_sums + (begin + r) * 8 * blocks)
                 else:
                     for row in range(count):
                         block, position = (first + row) // size, (first + row) % size
@@ -383,7 +383,7 @@ def _output_share(part, context):  # type: ignore[no-untyped-def]
             if inputs <= FEW:
                 for r in range(begin, begin + inputs):
                     sums = hidden_sums + r * 8 * blocks
-                    _rows(down, e, first, count, hidden + r * padded * 4, sums, number(to_y, r - begin))
+                    expert_rows(down, e, first, count, hidden + r * padded * 4, sums, number(to_y, r - begin))
             else:
                 height = _height(inputs)
                 for row in range(0, count, height):
@@ -446,10 +446,10 @@ def _run_many(  # type: ignore[no-untyped-def]
     spread_up, spread_gate = room(tokens * each_up), room(tokens * each_gate)
     for t in range(tokens):
         x = address(x_) + t * h * 4
-        _lay_out(up, x, 0, h, planes_up + t * h * 4, sums_up + t * 8 * number(up, BLOCKS))
+        lay_out(up, x, 0, h, planes_up + t * h * 4, sums_up + t * 8 * number(up, BLOCKS))
         _spread(up, x, spread_up + t * each_up)
         if gated:
-            _lay_out(gate, x, 0, h, planes_gate + t * h * 4, sums_gate + t * 8 * number(gate, BLOCKS))
+            lay_out(gate, x, 0, h, planes_gate + t * h * 4, sums_gate + t * 8 * number(gate, BLOCKS))
             _spread(gate, x, spread_gate + t * each_gate)
 
     hidden, hidden_sums = zeros(pairs * each), room(pairs * 8 * number(down, BLOCKS))

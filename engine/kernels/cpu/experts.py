@@ -29,7 +29,7 @@ _AT_ONCE = 512
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class Layout:
     """Where the arrays of one layer's experts, or of its shared expert, lie as compiled code reads them."""
 
     gated: bool
@@ -43,7 +43,7 @@ class _Layout:
     order: np.ndarray
 
     @classmethod
-    def of(cls, experts: ExpertWeights, activations: Activations) -> _Layout:
+    def of(cls, experts: ExpertWeights, activations: Activations) -> Layout:
         up, down = (stacks.plan(stack, activations) for stack in (experts.up, experts.down))
         activation = experts.activation
         count = experts.up.count
@@ -82,7 +82,8 @@ class _Layout:
         matrices = (self.gated, self.gate.numbers, self.up.numbers, self.down.numbers)
         layer = (*matrices, self.activation.address, *self.constants, self.count)
         if len(x) == 1:
-            bad = start.run(driver.one_token, large, *layer, x[0], chosen[0], shares[0], out[0])
+            at_once = start.outputs_at_once(x.shape[1])
+            bad = start.run(driver.one_token, large, *layer, at_once, x[0], chosen[0], shares[0], out[0])
         else:
             if not some_left:
                 out[...] = 0
@@ -121,14 +122,14 @@ class _Layout:
 class _Shared:
     """A shared expert and the row whose sigmoid weighs it, if any."""
 
-    layout: _Layout
+    layout: Layout
     gate: np.ndarray | None
     gate_bias: float
     alive: tuple[mx.array, ...]
 
     @classmethod
     def of(cls, shared: SharedExpertWeights, activations: Activations) -> _Shared:
-        layout, stack = _Layout.of(shared.expert, activations), shared.gate
+        layout, stack = Layout.of(shared.expert, activations), shared.gate
         if stack is None:
             return cls(layout, None, 0.0, ())
         bias = 0.0 if stack.bias is None else float(stacks.float32(stack.bias)[0])
@@ -153,14 +154,14 @@ class _Layer:
 
     arrays: tuple[mx.array, ...]
     addresses: tuple[int, ...]
-    routed: _Layout
+    routed: Layout
     shared: _Shared | None
 
     @classmethod
     def of(cls, experts: ExpertWeights, activations: Activations) -> _Layer:
         arrays = tuple(_arrays(experts))
         shared = None if experts.shared is None else _Shared.of(experts.shared, activations)
-        return cls(arrays, addresses(arrays), _Layout.of(experts, activations), shared)
+        return cls(arrays, addresses(arrays), Layout.of(experts, activations), shared)
 
 
 def _arrays(experts: ExpertWeights) -> list[mx.array]:
@@ -198,15 +199,31 @@ class FusedExperts:
         out = self.on_rows(*map(stacks.rows_of, inputs))
         return mx.array(out.reshape(x.shape)).astype(x.dtype)
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Every array that is read."""
+        return self._layer.arrays
+
+    @property
+    def alone(self) -> Layout | None:
+        """The routed experts as compiled code reads them, where these are all and every one is in memory."""
+        layer = self._placed()
+        return layer.routed if layer.shared is None and self._experts.slots is None else None
+
+    def _placed(self) -> _Layer:
+        """The layer where its arrays lie now."""
+        layer = self._layer
+        if addresses(layer.arrays) != layer.addresses:  # one was changed in place
+            layer = self._layer = _Layer.of(self._experts, self._activations)
+        return layer
+
     def on_rows(self, rows: np.ndarray, chosen: np.ndarray, shares: np.ndarray) -> np.ndarray:
         """The same in memory: float32 rows [T, H], uint32 experts and float32 shares [T, K], to [T, H].
 
         Raises:
             IndexError: an index is not an expert.
         """
-        layer = self._layer
-        if addresses(layer.arrays) != layer.addresses:  # one was changed in place
-            layer = self._layer = _Layer.of(self._experts, self._activations)
+        layer = self._placed()
         out = stacks.fresh(rows.shape)
         slots = self._experts.slots
         if slots is None:

@@ -29,16 +29,32 @@ class FusedLinear:
 
     def __init__(self, stack: Stack, activations: Activations = "float32") -> None:
         self._activations = activations
-        self._stack, self._arrays = stack, tuple(stack.arrays())
-        self._bytes = sum(a.nbytes for a in self._arrays)
+        self._stack, self.arrays = stack, tuple(stack.arrays())
+        self.nbytes = sum(a.nbytes for a in self.arrays)
         # What MLX's product takes its dtype from; the floating-point formats keep their scales as bytes.
         held = stack.weight if stack.scales is None else stack.scales
         self._typed = held if mx.issubdtype(held.dtype, mx.floating) else None
         self._place()
 
     def _place(self) -> None:
-        self._addresses = addresses(self._arrays)
+        self._addresses = addresses(self.arrays)
         self._plan = stacks.plan(self._stack, self._activations)
+
+    def _stay(self) -> None:
+        """Read the arrays where they lie now."""
+        if addresses(self.arrays) != self._addresses:
+            self._place()
+
+    @property
+    def plan(self) -> stacks.Plan:
+        """The matrix as compiled code reads it."""
+        self._stay()
+        return self._plan
+
+    @property
+    def columns(self) -> int:
+        """M."""
+        return self._stack.projection.cols
 
     def __call__(self, x: mx.array) -> mx.array | Decline:
         """``x W^T + bias`` for ``x`` ``[..., M]``, in the dtype of MLX's product, rounded once.
@@ -55,8 +71,7 @@ class FusedLinear:
 
     def on_rows(self, rows: np.ndarray) -> np.ndarray:
         """The same for float32 rows [R, M] in memory, to float32 [R, N]."""
-        if addresses(self._arrays) != self._addresses:
-            self._place()
+        self._stay()
         out = stacks.fresh((len(rows), self._stack.projection.rows))
         if len(rows):
             self.fill(rows, out)
@@ -64,7 +79,7 @@ class FusedLinear:
 
     def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out`` [R, N] from float32 rows [R, M]."""
-        large = self._bytes * len(rows) >= start.PARALLEL_FROM
+        large = self.nbytes * len(rows) >= start.PARALLEL_FROM
         parts, plan, driver = start.parts() if large else 1, self._plan, start.compiled()
         if len(rows) > 1 and plan.on_unit:
             parts = start.shares() if large else 1

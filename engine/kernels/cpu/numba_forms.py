@@ -14,6 +14,8 @@ from numba import cfunc, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from mlx_experts.engine.kernels.cpu import native
+
 
 def kept_on_disk(function: Callable[..., Any], **options: Any) -> Any:
     """numba's compilation of a function, kept on disk where a folder for it can be written."""
@@ -164,6 +166,43 @@ def store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def store32(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Put an integer as one of 32 bits at an index from an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        place = builder.gep(builder.inttoptr(args[0], word.as_pointer()), [args[1]])
+        builder.store(builder.trunc(args[2], word), place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def counted_up(typingctx: Any, address: Any) -> Any:
+    """Add one to the 64-bit integer at an address, for all threads at once; what it was before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], _LONG.as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(_LONG, 1), "seq_cst")
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def count_now(typingctx: Any, address: Any) -> Any:
+    """The 64-bit integer at an address, which other threads change; waits a moment first."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if native.is_x86():
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return builder.load_atomic(builder.inttoptr(args[0], _LONG.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
 
 
 @intrinsic

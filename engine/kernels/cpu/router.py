@@ -29,8 +29,8 @@ class Routed:
         from mlx_experts.engine.kernels.cpu import token
 
         self._route = token.route
-        self._top_k, self._biased = steps.top_k, steps.bias
-        self._before = (
+        self.top_k, self.biased = steps.top_k, steps.bias
+        self.before = (
             _SCORES.index(steps.score),
             steps.groups,
             steps.keep_groups,
@@ -50,20 +50,20 @@ class Routed:
         if tilt is None or not evaluated(wide):
             return TRANSFORMED
         chosen, share = self.on_row(np.array(wide, copy=False).reshape(-1), tilt)
-        shape = (*logits.shape[:-1], self._top_k)
+        shape = (*logits.shape[:-1], self.top_k)
         return mx.array(chosen.reshape(shape)), mx.array(share.reshape(shape))
 
     def tilt(self, bias: mx.array | None) -> np.ndarray | None:
         """What :meth:`on_row` takes for a bias ``[E]`` or none; None inside a function transformation."""
-        if not self._biased or bias is None:
+        if not self.biased or bias is None:
             return NO_TILT
         wide = bias.astype(mx.float32)
         return np.array(wide, copy=False).reshape(-1) if evaluated(wide) else None
 
     def on_row(self, logits: np.ndarray, tilt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As the call for float32 ``logits`` ``[E]`` in memory, to ``[1, K]`` each."""
-        chosen, share = np.empty((1, self._top_k), np.uint32), np.empty((1, self._top_k), np.float32)
-        self._route(logits, tilt, *self._before, chosen[0], share[0])
+        chosen, share = np.empty((1, self.top_k), np.uint32), np.empty((1, self.top_k), np.float32)
+        self._route(logits, tilt, *self.before, chosen[0], share[0])
         return chosen, share
 
 

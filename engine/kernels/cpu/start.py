@@ -35,6 +35,8 @@ WARMING: list[subprocess.Popen[bytes]] = []
 # Below this many bytes of weights a token, waking the other threads costs more than they save.
 PARALLEL_FROM = 1 << 20
 
+_LEAST_OUTPUTS, _MOST_OUTPUTS = 32, 128
+
 
 def unavailable() -> Decline | None:
     """Why this machine cannot run the kernel, or None."""
@@ -137,13 +139,18 @@ _asked = _Asked()
 def run(forms: Forms, large: bool, *arguments: Any) -> Any:
     """Run one computation, on all threads where it is large and they are there."""
     with LOCK:
-        if large and not _forked:
-            # numba keeps the number for each of the threads that call; telling it again takes microseconds.
-            if _asked.count != _threads():
-                compiled().use_threads(_threads())
-                _asked.count = _threads()
-            return forms.parallel(*arguments)
-        return forms.serial(*arguments)
+        return run_alone(forms, large, *arguments)
+
+
+def run_alone(forms: Forms, large: bool, *arguments: Any) -> Any:
+    """As :func:`run`, for whoever holds ``LOCK``."""
+    if large and not _forked:
+        # numba keeps the number for each of the threads that call; telling it again takes microseconds.
+        if _asked.count != _threads():
+            compiled().use_threads(_threads())
+            _asked.count = _threads()
+        return forms.parallel(*arguments)
+    return forms.serial(*arguments)
 
 
 def warmed() -> None:
@@ -156,6 +163,11 @@ def warmed() -> None:
 def parts() -> int:
     """Into how many pieces a large computation is cut: some for each thread, so that none waits long."""
     return 4 * _threads()
+
+
+def outputs_at_once(outputs: int) -> int:
+    """Outputs of one token's experts that a task sums: long pieces of memory, and yet enough tasks."""
+    return min(_MOST_OUTPUTS, max(_LEAST_OUTPUTS, outputs // parts() // _LEAST_OUTPUTS * _LEAST_OUTPUTS))
 
 
 def shares() -> int:

@@ -24,6 +24,7 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     release,
     room,
     store,
+    store32,
     unpacked,
     write,
     zeros,
@@ -33,31 +34,60 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
 _FAST = {"reassoc", "contract", "nsz"}
 
 
+@njit(error_model="numpy", fastmath=_FAST)
+def norm_row(x, width, weight, centre, eps, out):  # type: ignore[no-untyped-def]
+    """One row over its root mean square, times ``centre + weight``; ``weight`` is 0 where there is none."""
+    squares = np.float32(0)
+    for i in range(width):
+        squares += read(x, i) * read(x, i)
+    factor = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
+    if weight != 0:
+        for i in range(width):
+            write(out, i, read(x, i) * factor * (centre + read(weight, i)))
+    else:
+        for i in range(width):
+            write(out, i, read(x, i) * factor)
+
+
+@njit(error_model="numpy", fastmath=_FAST)
+def added(x, branch, width, total):  # type: ignore[no-untyped-def]
+    """The sum of two rows, to ``total``."""
+    for i in range(width):
+        write(total, i, read(x, i) + read(branch, i))
+
+
 def _rms_norm(x, branch, total, weight, centre, eps, out):  # type: ignore[no-untyped-def]
     """Each row of ``x`` [R, D] over its root mean square, times ``centre + weight`` (or 1), to ``out``.
 
     Zhang and Sennrich 2019; ``weight`` [D] is empty where the norm has none. Where ``branch`` is not empty it
     is added to ``x`` first, and ``total`` is the sum.
     """
-    if branch.size:
-        for r in range(x.shape[0]):
-            for i in range(x.shape[1]):
-                total[r, i] = x[r, i] + branch[r, i]
-    row = total if branch.size else x
+    width = x.shape[1]
     for r in range(x.shape[0]):
-        squares = np.float32(0)
-        for i in range(x.shape[1]):
-            squares += row[r, i] * row[r, i]
-        factor = np.float32(1.0) / np.sqrt(squares / np.float32(x.shape[1]) + eps)
-        if weight.size:
-            for i in range(x.shape[1]):
-                out[r, i] = row[r, i] * factor * (centre + weight[i])
-        else:
-            for i in range(x.shape[1]):
-                out[r, i] = row[r, i] * factor
+        skipped = r * width * 4
+        row = address(x) + skipped
+        if branch.size:
+            added(row, address(branch) + skipped, width, address(total) + skipped)
+            row = address(total) + skipped
+        norm_row(row, width, address(weight) if weight.size else 0, centre, eps, address(out) + skipped)
 
 
-rms_norm = kept_on_disk(_rms_norm, nogil=True, error_model="numpy", fastmath=_FAST)
+rms_norm = kept_on_disk(_rms_norm, nogil=True, error_model="numpy")
+
+
+@njit(error_model="numpy", fastmath=_FAST)
+def turned_row(x, width, weight, centre, eps, cos, sin, half, pairs, out):  # type: ignore[no-untyped-def]
+    """One head, normalised where ``weight`` is not 0, and its first values turned; see ``turned``."""
+    if weight != 0:
+        norm_row(x, width, weight, centre, eps, out)
+    else:
+        for i in range(width):
+            write(out, i, read(x, i))
+    for i in range(half):
+        first, second = (2 * i, 2 * i + 1) if pairs else (i, i + half)
+        a, b, c, s = read(out, first), read(out, second), read(cos, i), read(sin, i)
+        write(out, first, a * c - b * s)
+        write(out, second, a * s + b * c)
 
 
 def _turned(x, weight, centre, eps, cos, sin, traditional, out):  # type: ignore[no-untyped-def]
@@ -66,25 +96,13 @@ def _turned(x, weight, centre, eps, cos, sin, traditional, out):  # type: ignore
     The first values of a row are turned by one angle a pair (Su et al. 2021). ``traditional`` pairs
     neighbours; otherwise the two halves of the rotated width are paired.
     """
-    half, width = cos.size, x.shape[1]
+    width, scales = x.shape[1], address(weight) if weight.size else 0
     for r in range(x.shape[0]):
-        if weight.size:
-            squares = np.float32(0)
-            for i in range(width):
-                squares += x[r, i] * x[r, i]
-            factor = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
-            for i in range(width):
-                out[r, i] = x[r, i] * factor * (centre + weight[i])
-        else:
-            for i in range(width):
-                out[r, i] = x[r, i]
-        for i in range(half):
-            first, second = (2 * i, 2 * i + 1) if traditional else (i, i + half)
-            a, b = out[r, first], out[r, second]
-            out[r, first], out[r, second] = a * cos[i] - b * sin[i], a * sin[i] + b * cos[i]
+        row, to = address(x) + r * width * 4, address(out) + r * width * 4
+        turned_row(row, width, scales, centre, eps, address(cos), address(sin), cos.size, traditional, to)
 
 
-turned = kept_on_disk(_turned, nogil=True, error_model="numpy", fastmath=_FAST)
+turned = kept_on_disk(_turned, nogil=True, error_model="numpy")
 
 
 def _attend_head(head, context):  # type: ignore[no-untyped-def]
@@ -159,12 +177,11 @@ def _drop_groups(biased, count, groups, keep, best_two):  # type: ignore[no-unty
     release(worth, gone)
 
 
-def _route(  # type: ignore[no-untyped-def]
-    logits_, bias_, score, groups, keep, best_two, normalise, eps, scale, chosen, share_
+@njit(error_model="numpy")
+def route_row(  # type: ignore[no-untyped-def]
+    logits, count, bias, score, groups, keep, best_two, normalise, eps, scale, top_k, chosen, share
 ):
-    """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
-    count, top_k, biases = logits_.size, chosen.size, bias_.size
-    logits, bias, share = address(logits_), address(bias_), address(share_)
+    """As ``route`` on addresses; ``bias`` is 0 where there is none."""
     scores, biased, used = room(count * 4), room(count * 4), zeros(count * 8)
     top, sum_ = np.float32(-np.inf), np.float32(0)
     for e in range(count):
@@ -183,7 +200,7 @@ def _route(  # type: ignore[no-untyped-def]
     for e in range(count):
         if score == SOFTMAX:
             write(scores, e, read(scores, e) / sum_)
-        write(biased, e, read(scores, e) + read(bias, e) if biases else read(scores, e))
+        write(biased, e, read(scores, e) + read(bias, e) if bias != 0 else read(scores, e))
     if groups > 1 and keep < groups:
         _drop_groups(biased, count, groups, keep, best_two)
     total = np.float32(0)
@@ -195,7 +212,7 @@ def _route(  # type: ignore[no-untyped-def]
                 if best < 0 or value > read(biased, best) or math.isnan(read(biased, best)):
                     best = e
         store(used, best, 1)
-        chosen[k] = best
+        store32(chosen, k, best)
         write(share, k, read(scores, best))
         total += read(scores, best)
     divisor = np.float32(1)
@@ -209,6 +226,17 @@ def _route(  # type: ignore[no-untyped-def]
     for k in range(top_k):
         write(share, k, read(share, k) / divisor * scale)
     release(scores, biased, used)
+
+
+def _route(  # type: ignore[no-untyped-def]
+    logits, bias, score, groups, keep, best_two, normalise, eps, scale, chosen, share
+):
+    """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
+    tilt = address(bias) if bias.size else 0
+    route_row(
+        address(logits), logits.size, tilt, score, groups, keep, best_two, normalise, eps, scale,
+        chosen.size, address(chosen), address(share),
+    )  # fmt: skip
 
 
 route = kept_on_disk(_route, nogil=True, error_model="numpy")

@@ -81,7 +81,7 @@ WORTH = 2
 """Seconds of compiling from which other processes are worth their start."""
 ALL = (
     Compiled("driver", "linear", _LINEAR, 0.9),
-    Compiled("driver", "one_token", f"({_LAYER}, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 0.9),
+    Compiled("driver", "one_token", f"({_LAYER}, int64, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 0.9),
     Compiled("driver", "many_tokens", _MANY, 1.8),
     Compiled("unit", "linear_on_unit", _LINEAR, 0.7),
     Compiled("unit", "experts_on_unit", _MANY, 1.5),
@@ -89,6 +89,7 @@ ALL = (
     Compiled("attention", "attend_many", f"({_PROMPT}, {_VECTOR}, {_ROWS})", 1.4),
     Compiled("token", "route", f"({_VECTOR}, {_VECTOR}, {_ROUTER}, uint32[::1], {_VECTOR})", 1),
     Compiled("token", "rms_norm", f"({_ROWS}, {_ROWS}, {_ROWS}, {_NORM}, {_ROWS})", 0.4),
+    Compiled("steps", "steps", "(int64, int64, int64, int64, int64)", 1.5),
     Compiled("token", "turned", f"({_ROWS}, {_NORM}, {_VECTOR}, {_VECTOR}, boolean, {_ROWS})", 0.4),
 )
 """Every computation that a token may need."""

@@ -1,4 +1,4 @@
-"""A usual decoder layer for one token on the CPU, with one trip to MLX: the cache's write.
+"""A usual decoder layer for one token on the CPU: one call, or one trip to MLX, which is the cache's write.
 
 A matrix whose kernel is decided multiplies in memory. Any other is called as the module that it is, so
 adapters and every storage format work. A layer whose spec has more than this file knows stays in MLX.
@@ -20,6 +20,7 @@ from mlx_experts.engine.dispatch import policy
 from mlx_experts.engine.dispatch.expert_dispatch import current_device
 from mlx_experts.engine.kernels.cpu import stacks, start
 from mlx_experts.engine.layers.attention import Attention
+from mlx_experts.engine.layers.decode.whole_layer import Shape, whole_layer
 from mlx_experts.engine.layers.linear import NarrowError, OnRow, on_row
 from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
 
@@ -145,24 +146,20 @@ def one_token(
     angles, scale = _angles(mixer._rope), np.float32(mixer.scale)
     heads, groups, width, depth = mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.v_head_dim
     key_shape, value_shape = (1, groups, 1, width), (1, groups, 1, depth)
+    whole = whole_layer(
+        (first, second, q_norm, k_norm),
+        (*(mixer[leaf] for leaf in ("q_proj", "k_proj", "v_proj")), find(mixer, spec.names.o)),
+        Shape(heads, groups, width, depth, scale),
+        feed_row,
+    )
     taken = ((1, 1, pre_mixer.weight.shape[-1]), _FLOAT32)
     row, array, empty, write, evaluate = np.ascontiguousarray, mx.array, np.empty, mx.async_eval, mx.eval
     # Arrays in float32 are read where they lie, without a call of Python's.
     rows, floats = {_FLOAT32: row}.get, stacks.float32
     token: Any = None
 
-    def run(x: mx.array | np.ndarray, cache: Any) -> np.ndarray | None:
-        nonlocal token
-        if type(cache) is not KVCache or (cache.keys is not None and cache.keys.dtype != _FLOAT32):
-            return None
-        if not isinstance(x, np.ndarray):
-            if (x.shape, x.dtype) != taken or current_device() != "cpu" or not stacks.evaluated(x):
-                return None
-            x = row(x).reshape(1, -1)
-        if token is None:
-            token = _compiled()
-            if token is None:
-                return None
+    def by_parts(x: np.ndarray, turn: _Turn, cache: Any) -> np.ndarray | None:
+        """The residual and the normed row behind attention, [2, D], with a call for each part."""
         norm = token.rms_norm
         h = empty(x.shape, np.float32)
         module, centre, eps = first
@@ -172,7 +169,7 @@ def one_token(
             k, v = k_proj(h), v_proj(h)
         except NarrowError:
             return None
-        turn, keys = angles(cache.offset), empty((groups, width), np.float32)
+        keys = empty((groups, width), np.float32)
         module, centre, eps = k_norm
         weight = module["weight"]
         scales = rows(weight.dtype, floats)(weight)
@@ -193,8 +190,32 @@ def one_token(
         token.turned(q.reshape(queries.shape), scales, centre, eps, *turn, queries)
         seen = _attended(token.attend, queries, cache, scale, empty((heads, depth), np.float32))
         module, centre, eps = second
-        weight, total = module["weight"], empty(x.shape, np.float32)
-        norm(x, output(seen.reshape(1, -1)), total, rows(weight.dtype, floats)(weight), centre, eps, h)
+        weight, both = module["weight"], empty((2, x.shape[1]), np.float32)
+        scales = rows(weight.dtype, floats)(weight)
+        norm(x, output(seen.reshape(1, -1)), both[:1], scales, centre, eps, both[1:])
+        return both
+
+    def run(x: mx.array | np.ndarray, cache: Any) -> np.ndarray | None:
+        nonlocal token
+        if type(cache) is not KVCache or (cache.keys is not None and cache.keys.dtype != _FLOAT32):
+            return None
+        if not isinstance(x, np.ndarray):
+            if (x.shape, x.dtype) != taken or current_device() != "cpu" or not stacks.evaluated(x):
+                return None
+            x = row(x).reshape(1, -1)
+        if token is None:
+            token = _compiled()
+            if token is None:
+                return None
+        turn = angles(cache.offset)
+        both = None if whole is None else whole(x, turn, cache)
+        if both is None:
+            both = by_parts(x, turn, cache)
+            if both is None:
+                return None
+        elif len(both) == 1:
+            return both
+        total, h = both[:1], both[1:]
         try:
             added = into(h)
         except NarrowError:

@@ -297,7 +297,7 @@ def test_the_driver_reads_beyond_four_gibibytes():
     stack[cpu_driver.WEIGHT] = row.ctypes.data - expert * cols * 4
     x, out = np.ones(8, np.float32), np.zeros(1, np.float32)
     addresses = [each.ctypes.data for each in (stack, x, x, out)]
-    cpu_driver._rows(addresses[0], expert, 0, 1, *addresses[1:])
+    cpu_driver.expert_rows(addresses[0], expert, 0, 1, *addresses[1:])
     assert out[0] == row.sum()
 
 

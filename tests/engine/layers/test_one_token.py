@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_experts.engine.layers.decode import one_token
+from mlx_experts.engine.layers.decode import one_token, whole_layer
 from mlx_experts.engine.models import decoder
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
@@ -26,9 +26,18 @@ def logits_of(model, prompt=9, tokens=5, dtype=mx.float32):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many calls of attention in memory there were."""
+    """How many calls of layers in memory there were."""
     seen, right = [], one_token._attended
     monkeypatch.setattr(one_token, "_attended", lambda *a: (seen.append(0), right(*a))[1])
+    whole = whole_layer.WholeLayer.__call__
+
+    def counted(*given):
+        found = whole(*given)
+        if found is not None:
+            seen.append(0)
+        return found
+
+    monkeypatch.setattr(whole_layer.WholeLayer, "__call__", counted)
     return seen
 
 

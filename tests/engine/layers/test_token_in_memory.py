@@ -13,6 +13,7 @@ from mlx_experts.engine.dispatch.expert_dispatch import BoundExperts
 from mlx_experts.engine.dispatch.linear_dispatch import LinearDispatch
 from mlx_experts.engine.dispatch.trace import linear_trace, trace
 from mlx_experts.engine.kernels.cpu import linear
+from mlx_experts.engine.layers.decode.whole_layer import WholeLayer
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
@@ -45,16 +46,22 @@ def tokens(model, change=None, count=4):
     return mx.concatenate(made, axis=1)
 
 
+def by_parts(monkeypatch):
+    """From now on, no layer is one call."""
+    monkeypatch.setattr(WholeLayer, "__call__", lambda *_: None)
+
+
 def by_calls(monkeypatch):
     """From now on, every product is a call of its module."""
+    by_parts(monkeypatch)
     monkeypatch.setattr(LinearDispatch, "on_row", lambda *_: None)
     monkeypatch.setattr(BoundExperts, "in_memory", lambda *_: None)
 
 
 @pytest.fixture
 def in_memory(monkeypatch):
-    """How many products of linear layers and of experts stayed in memory."""
-    counts = {"linear": 0, "experts": 0}
+    """How many products of linear layers and of experts stayed in memory, and layers were one call."""
+    counts = {"linear": 0, "experts": 0, "whole": 0}
 
     def counted(owner, name, part):
         right = getattr(owner, name)
@@ -68,6 +75,7 @@ def in_memory(monkeypatch):
 
     counted(LinearDispatch, "on_row", "linear")
     counted(BoundExperts, "in_memory", "experts")
+    counted(WholeLayer, "__call__", "whole")
     return counts
 
 
@@ -87,21 +95,29 @@ def test_values_and_counts_are_those_of_the_calls(family, in_memory, monkeypatch
         made = tokens(model)
         return made, linear_trace.snapshot(), trace.snapshot()
 
-    in_memory.update(linear=0, experts=0)
-    made, products, experts = counted()
-    assert in_memory["experts"] == 4 * layers
+    in_memory.update(linear=0, experts=0, whole=0)
+    whole = counted()
+    assert in_memory["whole"] == 4 * sum(forms) > 0
+    assert in_memory["experts"] >= 4 * layers
+    assert {(row.path, row.reason) for row in whole[2]} == {("fused", "cpu")}
+    by_parts(monkeypatch)
+    in_memory.update(linear=0, experts=0, whole=0)
+    parts = counted()
+    assert in_memory["whole"] == 0
+    assert in_memory["experts"] >= 4 * layers
     assert in_memory["linear"] >= 4 * 4 * sum(forms) > 0
-    assert {(row.path, row.reason) for row in experts} == {("fused", "cpu")}
     by_calls(monkeypatch)
+    in_memory.update(linear=0, experts=0)
     wanted = counted()
-    assert in_memory["experts"] == 4 * layers
-    assert mx.array_equal(made, wanted[0])
+    assert in_memory["experts"] == 0
 
     def told(rows):
         return {(row.layer, row.path, row.rows, row.reason, row.count) for row in rows}
 
-    assert told(products) == told(wanted[1])
-    assert told(experts) == told(wanted[2])
+    for made, products, experts in (whole, parts):
+        assert mx.array_equal(made, wanted[0])
+        assert told(products) == told(wanted[1])
+        assert told(experts) == told(wanted[2])
 
 
 def adapt(model):
@@ -142,9 +158,8 @@ def quantise_again(model):
 @pytest.mark.parametrize("change", [adapt, replace, change_in_place, quantise_again])
 def test_what_is_changed_between_two_tokens_is_used(change, in_memory, monkeypatch):
     model, plain = tiny("qwen3_moe"), tokens(tiny("qwen3_moe"))
-    in_memory.update(linear=0, experts=0)
     made = tokens(model, change)
-    assert in_memory["linear"]
+    assert in_memory["whole"]
     by_calls(monkeypatch)
     wanted = tokens(tiny("qwen3_moe"), change)
     assert mx.array_equal(made[:, :2], plain[:, :2])
@@ -170,9 +185,9 @@ def test_training_and_observers_are_left_to_the_calls(in_memory):
     assert in_memory["experts"] == 0
     assert seen.count("routed") == seen.count("applied") == 5 * len(blocks)
     model.train()
-    in_memory.update(linear=0, experts=0)
+    in_memory.update(linear=0, experts=0, whole=0)
     tokens(model)
-    assert in_memory == {"linear": 0, "experts": 0}
+    assert in_memory == {"linear": 0, "experts": 0, "whole": 0}
 
 
 def test_a_layer_between_two_that_is_not_taken_gets_an_array(in_memory):
@@ -203,5 +218,6 @@ def test_a_copy_holds_no_decision_and_computes_the_same():
 def test_a_planted_fault_is_seen(monkeypatch):
     model = tiny("qwen3_moe")
     wanted, right = tokens(model), linear.FusedLinear.on_rows
+    by_parts(monkeypatch)
     monkeypatch.setattr(linear.FusedLinear, "on_rows", lambda self, rows: right(self, rows) * 1.01)
     assert off(tokens(model), wanted) > 1e-3
