@@ -37,13 +37,13 @@ from mlx_experts.engine.kernels.request import KernelRequest, Projection
 # Codes of a row that a warp takes in one step, and those of one lane.
 STEP, CHUNK = 128, 32
 _VECTOR = 16
-_SCALE_TYPES = {
+SCALE_TYPES = {
     "bfloat16": "__nv_bfloat16",
     "float16": "__half",
     "float32": "float",
     "uint8": "uint8_t",
 }
-_ACTIVATIONS = ("bfloat16", "float16")
+ACTIVATIONS = ("bfloat16", "float16")
 _CODECS = {
     "affine": "codec_affine.cu",
     "mxfp4": "codec_float.cu",
@@ -128,7 +128,7 @@ def units(p: Projection, halves: int) -> int:
 
 def takes(p: Projection) -> bool:
     """Whether a projection's storage fits the tensor-core form, whatever the cut."""
-    stored = p.dtype in _SCALE_TYPES if p.format == "affine" else p.bits <= 16
+    stored = p.dtype in SCALE_TYPES if p.format == "affine" else p.bits <= 16
     whole = p.cols % CHUNK == 0 and (not p.group_size or p.cols % p.group_size == 0)
     return p.format in _CODECS and stored and whole
 
@@ -143,7 +143,7 @@ def takes_up(request: KernelRequest) -> bool:
         up.dtype,
     )
     whole = all(rows % rows_a_tile(request) == 0 for rows in (up.rows, shared_width(request)))
-    return alike and takes(up) and request.dtype in _ACTIVATIONS and whole
+    return alike and takes(up) and request.dtype in ACTIVATIONS and whole
 
 
 def takes_down(request: KernelRequest) -> bool:
@@ -196,7 +196,7 @@ def _bounded(threads: int) -> str:
     return f"#undef __global__\n#define __global__ {bounds}\n"
 
 
-def _layout(**vectors: int) -> tuple[dict[str, int], int]:
+def layout(**vectors: int) -> tuple[dict[str, int], int]:
     """Where each part of shared memory begins, in 16-byte vectors, and the bytes of all."""
     at, begins = 0, {}
     for name, size in vectors.items():
@@ -209,12 +209,12 @@ def up_layout(request: KernelRequest, cut: CutUp) -> tuple[dict[str, int], int]:
     """Shared memory of launch A."""
     up = request.up
     groups = -(-up.cols // up.group_size) if up.format == "affine" else 0
-    return _layout(X=steps(up) * 16 * halves(request), ZEROS=13, SUMS=-(-groups // 4), RED=cut.warps * 4)
+    return layout(X=steps(up) * 16 * halves(request), ZEROS=13, SUMS=-(-groups // 4), RED=cut.warps * 4)
 
 
 def down_layout(cut: CutDown) -> tuple[dict[str, int], int]:
     """Shared memory of launch B."""
-    return _layout(
+    return layout(
         ZEROS=cut.warps * 13,
         RED=cut.warps * cut.tiles * 4,
         RING=cut.warps * _STAGES * 32,
@@ -237,7 +237,7 @@ def act_words(request: KernelRequest) -> int:
     return act_steps(request) * STEP + row_values(request) // 8
 
 
-def _codec(p: Projection, part_halves: int, held: int) -> dict[str, object]:
+def codec(p: Projection, part_halves: int, held: int) -> dict[str, object]:
     """Names that a codec and the product need."""
     steps_at_once = unit(p, part_halves)
     return {
@@ -249,7 +249,7 @@ def _codec(p: Projection, part_halves: int, held: int) -> dict[str, object]:
         "AHEAD": max(1, held // (steps_at_once * code_bits(p))),
         "PER_ROW": p.cols // p.group_size if p.group_size else 0,
         "SUMMED": int(p.format == "affine"),
-        "SCALE_TYPE": _SCALE_TYPES.get(p.dtype, "float"),
+        "SCALE_TYPE": SCALE_TYPES.get(p.dtype, "float"),
         "IS_HALF": int(p.format == "plain" and p.dtype == "float16"),
     }
 
@@ -264,7 +264,7 @@ def _scales(part: str, p: Projection, shared: bool) -> str:
     return f"me_scales_at<per_row>({', '.join(arrays)}, group)"
 
 
-def _texts(p: Projection) -> str:
+def codec_texts(p: Projection) -> str:
     return text("tensor.cu") + text("chunk.cu") + text(_CODECS[p.format]) + text("mma.cu")
 
 
@@ -299,7 +299,7 @@ def mma_up(
             "H": request.input_width,
             "F": request.expert_width,
             "K": request.top_k,
-            **_codec(up, halves(request), _HELD_UP),
+            **codec(up, halves(request), _HELD_UP),
             "DOWN_WIDE": wide(request.down),
             "DOWN_BY": _x_factor(request.down),
             "DOWN_STEPS": act_steps(request),
@@ -328,7 +328,7 @@ def mma_up(
         + settings
         + weigh_text(request)
         + (text("rows.h") if is_weighed(request) else "")
-        + _texts(up)
+        + codec_texts(up)
         + (text("act.cu") if fragments else "")
         + (activation_text(request.activation) or "")
         + _bounded(cut.warps * WARP),
@@ -353,7 +353,7 @@ def mma_down(
             "H": down.rows,
             "F": request.expert_width,
             "K": request.top_k,
-            **_codec(down, 2, _HELD_DOWN),
+            **codec(down, 2, _HELD_DOWN),
             "OWN_PER_ROW": own.cols // own.group_size if own.group_size else 0,
             "DOWN_SCALES(row, group)": _scales("down", down, False),
             "OWN_SCALES(row, group)": _scales("shared_down", own, False),
@@ -372,7 +372,7 @@ def mma_down(
         label="experts_down_mma",
         inputs=("act", "indices", "weights", *down_arrays(experts)),
         outputs=("y",),
-        header=text(backend.prelude) + settings + _texts(down) + _bounded(cut.warps * WARP),
+        header=text(backend.prelude) + settings + codec_texts(down) + _bounded(cut.warps * WARP),
         source=opening(backend, many) + text("mma_down.cu"),
         groups=groups,
         warps=cut.warps,

@@ -54,15 +54,18 @@ template <int W> ME_INLINE void me_words(const me_uint* p, me_uint (&w)[W + 1]) 
 
 template <typename T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) me_pack { T v[N]; };
 
-// N values as float32 and their sum. An activation that is a slice may start anywhere.
+// N values as they are. An activation that is a slice may start anywhere.
+template <int N, typename T> ME_INLINE me_pack<T, N> me_held(const T* p) {
+  if (reinterpret_cast<size_t>(p) % alignof(me_pack<T, N>) == 0) return *reinterpret_cast<const me_pack<T, N>*>(p);
+  me_pack<T, N> all;
+  ME_UNROLL for (int i = 0; i < N; ++i) all.v[i] = p[i];
+  return all;
+}
+// N values as float32 and their sum.
 template <int N, typename T> ME_INLINE float me_load(const T* p, float (&v)[N]) {
+  const me_pack<T, N> all = me_held<N>(p);
   float sum = 0.0f;
-  if (reinterpret_cast<size_t>(p) % alignof(me_pack<T, N>) == 0) {
-    const me_pack<T, N> all = *reinterpret_cast<const me_pack<T, N>*>(p);
-    ME_UNROLL for (int i = 0; i < N; ++i) sum += v[i] = me_value(all.v[i]);
-  } else {
-    ME_UNROLL for (int i = 0; i < N; ++i) sum += v[i] = me_value(p[i]);
-  }
+  ME_UNROLL for (int i = 0; i < N; ++i) sum += v[i] = me_value(all.v[i]);
   return sum;
 }
 

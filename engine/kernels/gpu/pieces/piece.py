@@ -177,12 +177,16 @@ def device_text(device: Device) -> str:
     return text("pieces/device.cu") if device == "cuda" else ""
 
 
-def bounded(device: Device, warps: int) -> str:
+def bounded(device: Device, warps: int, blocks: int = 0) -> str:
     """CUDA's launch bounds, by way of the word that MLX writes before a kernel's name.
 
     Without them the compiler may take more registers than a block of this size has.
+
+    Args:
+        blocks: that a multiprocessor should hold at once; 0 leaves it to the compiler.
     """
     if device != "cuda":
         return ""
-    bounds = f"__attribute__((global)) __attribute__((launch_bounds({warps * WARP})))"
+    limits = f"{warps * WARP}, {blocks}" if blocks else f"{warps * WARP}"
+    bounds = f"__attribute__((global)) __attribute__((launch_bounds({limits})))"
     return f"#undef __global__\n#define __global__ {bounds}\n"

@@ -15,8 +15,10 @@ import mlx.core as mx
 from mlx_experts.engine.kernels.expert_weights import Stack
 from mlx_experts.engine.kernels.gpu import cuda
 from mlx_experts.engine.kernels.gpu.joined import Joined
+from mlx_experts.engine.kernels.gpu.pieces import tensor_rows
 from mlx_experts.engine.kernels.gpu.pieces.packed import Output, output_text, pack
 from mlx_experts.engine.kernels.gpu.pieces.piece import Constants, Piece, bounded, device_text
+from mlx_experts.engine.kernels.gpu.pieces.tensor_rows import Matrices, TensorCut
 from mlx_experts.engine.kernels.gpu.source import (
     Backend,
     Launch,
@@ -186,13 +188,40 @@ class Cut:
     warps: int
 
     @property
+    def tiles(self) -> int:
+        """Parts of a group that have rows of their own."""
+        return self.warps
+
+    @property
     def unit(self) -> int:
         """Rows a group."""
         return self.rows * self.warps
 
 
+def matrices(asked: RowProduct, dtype: mx.Dtype) -> Matrices:
+    """A launch as the tensor-core form looks at it."""
+    heads = next((p.heads for p in asked.products if p.heads is not None), None)
+    weighed = asked.norm is not None and asked.norm.weight is not None
+    return Matrices(
+        [replace(p.stack.projection, bias=False) for p in asked.products],
+        dtype,
+        exact=not weighed and asked.added is None and asked.gate is None,
+        head=None if heads is None else heads.width,
+    )
+
+
+def choose(asked: RowProduct, device: Device, dtype: mx.Dtype, wide: bool = False) -> Cut | TensorCut:
+    """The form and the cut: the tensor cores' for large matrices on CUDA, else a warp a row.
+
+    Args:
+        wide: the products are float32, as a router's are, whose nearly equal logits want exact sums.
+    """
+    how = tensor_rows.chosen(matrices(asked, dtype)) if device == "cuda" and not wide else None
+    return how or cut(asked, device)
+
+
 def cut(asked: RowProduct, device: Device) -> Cut:
-    """A group a head where heads are turned, else as many rows a warp as leave enough groups."""
+    """A warp a row: a group a head where heads are turned, else rows as leave enough groups."""
     heads = next((p.heads for p in asked.products if p.heads is not None), None)
     if heads is not None:
         warps = _turn_warps(device)
@@ -270,7 +299,7 @@ def build(
     wide: bool = False,
     join: bool = False,
     joined: Sequence[Joined] = (),
-    how: Cut | None = None,
+    how: Cut | TensorCut | None = None,
     more: Text | None = None,
 ) -> Piece:
     """The launch as a function of a token's arrays.
@@ -286,7 +315,7 @@ def build(
         how: another cut than the default (for tests).
         more: inputs, outputs and text that follow the products' own.
     """
-    how, more, constants = how or cut(asked, device), more or Text(), Constants(join, joined)
+    how, more, constants = how or choose(asked, device, dtype, wide), more or Text(), Constants(join, joined)
     segment = min(asked.width, _SEGMENT[device])
     inputs: dict[str, mx.array | None] = {"x": None}
     inputs |= {n: None for n, on in (("branch", asked.added is not None), ("gate", asked.gate)) if on}
@@ -298,7 +327,7 @@ def build(
         inverse = inverse if turn.inverse is None else constants.add(turn.inverse)
     outputs: dict[str, Output] = {}
     arrays: dict[int, str] = {}
-    starts, ask, products, plain, turned, group = [0], [], [], [], [], 0
+    starts, ask, products, places, plain, turned, group = [0], [], [], [], [], [], 0
     for i, product in enumerate(asked.products):
         p, heads = product.stack.projection, product.heads
         # Parts of one joined matrix share its arrays.
@@ -307,6 +336,7 @@ def build(
         words = p.cols * p.bits // 32
         weight, scales, biases = _arguments(part, product, words)
         first = f"(tile - {starts[-1]}) * ME_ROWS"
+        places.append(tensor_rows.matrix_text(weight, scales, biases, f"(group - {group})", p.rows))
         held = f"(min({p.rows} - {first}, ME_ROWS))" if p.rows % how.rows else "ME_ROWS"
         ask.append(f"me_ask({weight} + int64_t({first}) * {words}, {held} * {words * 4}, lane);")
         products.append(
@@ -336,13 +366,13 @@ def build(
             gate = f"for (int i = tid; i < {d}; i += {threads}) me_set(g{i} + {unit} / 2 * {d} + i, ys[i]);"
             turned.append(f"if ({unit} % 2 == 0) {{ {call} }} else {{ {gate} }}" if product.packed else call)
         group += -(-p.rows // how.unit)
-        starts.append(group * how.warps)
+        starts.append(group * how.tiles)
     if asked.added is not None:
         outputs["stream"] = Output.row(asked.width, dtype)
     inputs |= constants.inputs() | more.inputs
     outputs |= more.outputs
     packed = pack(outputs, device)
-    written, places = output_text(outputs, packed)
+    written, found = output_text(outputs, packed)
     settings = defines(
         {
             "H": asked.width,
@@ -363,12 +393,21 @@ def build(
         }
     )
     with_heads = any(p.heads is not None for p in asked.products)
-    body = text("pieces/product.h")
-    body = body.replace("ME_ASK\n", _chain(starts[1:], "tile", ask) if device == "cuda" else "")
-    body = body.replace("ME_PRODUCTS\n", _chain(starts[1:], "tile", products))
+    ends = [start // how.tiles for start in starts[1:]]
+    if isinstance(how, TensorCut):
+        form = matrices(asked, dtype)
+        settings += defines(tensor_rows.settings(form, how))
+        body, helpers = tensor_rows.body(_chain(ends, "group", places)), tensor_rows.header(form)
+        room, limits = tensor_rows.layout(form, how)[1], bounded(device, how.warps, how.blocks)
+    else:
+        body, helpers = text("pieces/product.h"), text("rows.h") + text("pieces/rows_of.h")
+        body = body.replace("ME_ASK\n", _chain(starts[1:], "tile", ask) if device == "cuda" else "")
+        body = body.replace("ME_PRODUCTS\n", _chain(starts[1:], "tile", products))
+        room, limits = 0, bounded(device, how.warps)
     memory = f"ME_GROUP_ARRAY(float, ys, {how.unit})\n" if with_heads else ""
-    ends = [s // how.warps for s in starts[1:]]
     finish = _chain(starts[1:], "tile", plain)
+    if isinstance(how, TensorCut):
+        finish = f"if (warp < ME_TEAMS) {{\n{finish}}}\n"
     finish += "me_barrier();\n" + _chain(ends, "group", turned) if with_heads else ""
     launch = Launch(
         label=label,
@@ -376,16 +415,16 @@ def build(
         outputs=written,
         header=text(backend.prelude)
         + settings
-        + text("rows.h")
-        + text("pieces/rows_of.h")
+        + helpers
         + (text("pieces/turn.h") if with_heads else "")
         + (text("pieces/gates.h") if asked.gate is not None else "")
         + device_text(device)
         + more.header
-        + bounded(device, how.warps),
-        source=backend.opening + places + "const int e = 0; (void)e;\n" + memory + body + finish + more.tail,
+        + limits,
+        source=backend.opening + found + "const int e = 0; (void)e;\n" + memory + body + finish + more.tail,
         groups=group,
         warps=how.warps,
+        shared=room,
     )
     return Piece(backend, launch, inputs, outputs, packed).reading(joined)
 

@@ -20,6 +20,7 @@ from mlx_experts.engine.kernels.gpu.pieces.delta_step import DeltaStep
 from mlx_experts.engine.kernels.gpu.pieces.head_product import HeadProduct
 from mlx_experts.engine.kernels.gpu.pieces.packed import viewed
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Product, RowProduct, Turn
+from mlx_experts.engine.kernels.gpu.pieces.tensor_rows import TensorCut
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
 pytestmark = pytest.mark.cuda
@@ -53,10 +54,10 @@ def run(piece, **token):
     return dict(zip(piece.outputs, first, strict=True))
 
 
-def check(asked, dtype=mx.bfloat16):
+def check(asked, dtype=mx.bfloat16, how=None):
     """Every output of a row product close to truth."""
     assert row_product.check(asked) is None
-    piece = row_product.build(asked, row_product.backend_of("cuda"), "cuda", dtype)
+    piece = row_product.build(asked, row_product.backend_of("cuda"), "cuda", dtype, how=how)
     sizes = {"x": asked.width, "branch": asked.width, "residual": asked.products[0].rows}
     sizes["gate"] = asked.width // asked.gate_width
     token = {name: mx.random.normal((1, 1, size)).astype(dtype) for name, size in sizes.items()}
@@ -74,6 +75,19 @@ def test_formats(stored, dtype, make_matrix):
         Product(make_matrix(640, rows, stored, bias=rows == 33, dtype=dtype)) for rows in (128, 33)
     )
     check(RowProduct(640, products, Norm(weight(640, dtype), 1e-6)), dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_formats_on_tensor_cores(stored, dtype, make_matrix):
+    """Rows that do not fill their tiles, and a last step that is short."""
+    mx.random.seed(1)
+    products = tuple(
+        Product(make_matrix(2944, rows, stored, bias=rows == 33, dtype=dtype)) for rows in (128, 33)
+    )
+    asked = RowProduct(2944, products, Norm(weight(2944, dtype), 1e-6), added=1.0)
+    for how in (TensorCut(1, 4), TensorCut(4, 2, words=32)):
+        check(asked, dtype, how)
 
 
 @pytest.mark.parametrize("stored", [("affine", 4, 64), ("affine", 8, 32), ("mxfp4", 4, 32), ("plain", 16, 0)])
