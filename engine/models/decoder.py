@@ -23,6 +23,7 @@ from mlx_experts.engine.layers.attention import Attention
 from mlx_experts.engine.layers.base_mixer import Mixer
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts, as_it_is, branch, scaled, usual
 from mlx_experts.engine.layers.decode.one_token import OneToken, norm_row, one_token
+from mlx_experts.engine.layers.decode.output_head import OutputHead
 from mlx_experts.engine.layers.decode.token_pieces import LayerOfPieces, TokenPieces
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.linear import OnRow
@@ -374,9 +375,17 @@ class Decoder(VersionedModule):
         return DecoderSteps(embed, norm, norm_row(norm), self.layer_list, vector, self._stage)
 
     def __call__(
-        self, inputs: mx.array, caches: list[Any], input_embeddings: mx.array | None = None
+        self,
+        inputs: mx.array,
+        caches: list[Any],
+        input_embeddings: mx.array | None = None,
+        head: OutputHead | None = None,
     ) -> mx.array:
-        """Token ids ``[B, L]`` to hidden states ``[B, L, D]``; ``caches`` as :meth:`make_caches` gives."""
+        """Token ids ``[B, L]`` to hidden states ``[B, L, D]``; with a head to its logits ``[B, L, V]``.
+
+        Args:
+            caches: as :meth:`make_caches` gives.
+        """
         steps: DecoderSteps = self.steps()
         state = ForwardState(inputs, steps.dtype())
         if input_embeddings is not None:
@@ -398,7 +407,7 @@ class Decoder(VersionedModule):
         elif self._form is None and h.size == h.shape[-1]:
             pieces = self._pieces_for(steps, current_device(), h.dtype)
             if pieces is not None and pieces.takes(caches[1:]):
-                return pieces(h, state, caches[1:])
+                return pieces(h, state, caches[1:], head)
         normed = False
         if self._form is not None:
             h = self._run(self._form, steps.layers, h, state, caches)
@@ -406,7 +415,9 @@ class Decoder(VersionedModule):
             h, normed = _in_turn(steps, h, state, caches[1:])
         if steps.stage is not None:
             h = steps.stage.pass_on(h, caches[1:])
-        return h if steps.norm is None or normed else steps.norm(h)
+        if steps.norm is not None and not normed:
+            h = steps.norm(h)
+        return h if head is None else head(h)
 
     def _run(
         self, form: ResidualForm, layers: list[Any], h: mx.array, state: ForwardState, caches: list[Any]

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from mlx_experts.engine.layers.base_mixer import Mixer, Piece
-from mlx_experts.engine.layers.decode.layer_parts import as_it_is
+from mlx_experts.engine.layers.decode.output_head import OutputHead
 from mlx_experts.engine.layers.linear import equip
 from mlx_experts.engine.layers.module_tree import find, make_norm, place
 from mlx_experts.engine.layers.tensor_parallel import apply_cuts, check_cuts
@@ -60,7 +60,7 @@ class ModelSteps:
     """
 
     decoder: Decoder
-    logits: Callable[[mx.array], mx.array]
+    logits: OutputHead
     cache_of: list[int | None]
     plain_caches: bool
 
@@ -171,30 +171,22 @@ class Model(LanguageModel, VersionedModule):
         """Token ids ``[B, L]`` to logits ``[B, L, vocabulary]``."""
         steps: ModelSteps = self.steps()
         caches = [None if cache is None or i is None else cache[i] for i in steps.cache_of]
-        return steps.logits(steps.decoder(inputs, caches, input_embeddings))
+        return steps.decoder(inputs, caches, input_embeddings, steps.logits)
 
     def bind(self) -> ModelSteps:
         """The decoder, its caches, and hidden states [B, L, D] to logits [B, L, vocabulary]."""
         head, decoder = self.args.plan.head, self.decoder
-        norm = find(self, self._head_norm) if self._head_norm is not None else as_it_is
-        if head.tied:
-            product = find(decoder, self.args.plan.family.names.embed).as_linear
-        else:
-            product = find(self, self._head)
-        bias_of = find(self, self._head) if head.tied and head.bias else None
-
-        def logits(h: mx.array) -> mx.array:
-            y: mx.array = product(norm(h))
-            if bias_of is not None:
-                y = y + bias_of["bias"]
-            if head.multiplier != 1.0:
-                y = y * head.multiplier
-            if head.divisor != 1.0:
-                y = y / head.divisor
-            if head.softcap:
-                y = mx.tanh(y / head.softcap) * head.softcap
-            return y
-
+        embed = find(decoder, self.args.plan.family.names.embed) if head.tied else None
+        logits = OutputHead(
+            name=self._head,
+            matrix=find(self, self._head) if embed is None else embed,
+            tied=head.tied,
+            norm=None if self._head_norm is None else find(self, self._head_norm),
+            bias=find(self, self._head) if head.tied and head.bias else None,
+            multiplier=head.multiplier,
+            divisor=head.divisor,
+            softcap=head.softcap,
+        )
         made = decoder.make_caches()
         caches = [cache is not None for cache in made]
         mixers = (module for module in decoder.modules() if isinstance(module, Mixer))

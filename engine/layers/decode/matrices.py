@@ -25,6 +25,11 @@ def dense(module: nn.Module) -> Stack | None:
     return _known(read_stack(module, plain, nn.QuantizedLinear))
 
 
+def tied(module: nn.Module) -> Stack | None:
+    """An embedding as the matrix of an output head, or None as in :func:`dense`."""
+    return _known(read_stack(module, nn.Embedding, nn.QuantizedEmbedding))
+
+
 def of_each_head(module: nn.Module) -> Stack | None:
     """The matrices ``[h, rows, width]`` of mlx-lm's layer for latents, or None as in :func:`dense`."""
     return _known(read_stack(module, MultiLinear, QuantizedMultiLinear))

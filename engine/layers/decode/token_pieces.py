@@ -28,7 +28,9 @@ from mlx_experts.engine.layers.decode.around_latent import AroundLatents
 from mlx_experts.engine.layers.decode.around_recurrence import AroundRecurrence, memory_names
 from mlx_experts.engine.layers.decode.branch import MixerBranch, add
 from mlx_experts.engine.layers.decode.layer_parts import LayerParts
-from mlx_experts.engine.layers.decode.steps import TRIED, Call, Merged, Pure, Step, Values
+from mlx_experts.engine.layers.decode.matrices import on_gpu
+from mlx_experts.engine.layers.decode.output_head import OutputHead
+from mlx_experts.engine.layers.decode.steps import TRIED, Call, Merged, Pure, Run, Step, Values
 from mlx_experts.engine.layers.decode.watched import Watched
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.mixers.mla import LatentAttention
@@ -96,6 +98,10 @@ class TokenPieces:
             mx.clear_cache()
         kept = [] if norm is None else [norm]
         self._steps.append(self._last(kept, added))
+        # What the head reads, the head, and whether the layers are in the trace.
+        self._norm, self._added = norm, added
+        self._head: OutputHead | None = None
+        self._counted = False
         self._run: Merged | None = None
 
     def _pure(
@@ -110,6 +116,26 @@ class TokenPieces:
 
         reads = ("x",) if added is None else ("x", "b")
         return Pure.of("norm", reads, ("h",), Watched(*kept), finish, lambda: _NO_KERNEL)
+
+    def _give(self, head: OutputHead) -> None:
+        """From now on the last step makes the logits of this head; where a token ran, all is tried again."""
+        if self._head is not None:
+            self._steps.pop()
+        if self._run is not None:
+            # What was changed meanwhile is known to the merged steps alone.
+            self._steps = [step.again() if isinstance(step, Pure) else step for step in self._steps]
+        self._head, self._run = head, None
+        norm, added, device, dtype = self._norm, self._added, self._device, self._dtype
+
+        def plain(modules: Sequence[Any], h: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
+            return (head(h),)
+
+        def prepare() -> Run | Decline:
+            return on_gpu(device) or head.prepare(norm, added, device, dtype)
+
+        reads = ("h", "x") if added is None else ("h", "x", "b")
+        watched = Watched(*([] if norm is None else [norm]), *head.modules)
+        self._steps.append(Pure.of("head", reads, ("logits",), watched, plain, prepare))
 
     def _settle(self, added: float | None) -> None:
         if added is not None:
@@ -213,8 +239,16 @@ class TokenPieces:
         kept = [caches[at] for at, _ in self._positions]
         return None not in kept and all(_remembers(caches[at]) for at in self._memory)
 
-    def __call__(self, x: mx.array, state: ForwardState, caches: Sequence[Any]) -> mx.array:
-        """A row ``[1, 1, D]`` to the normed row that the head reads; each cache is extended by the token."""
+    def __call__(
+        self, x: mx.array, state: ForwardState, caches: Sequence[Any], head: OutputHead | None = None
+    ) -> mx.array:
+        """A row ``[1, 1, D]`` to the normed row that a head reads; each cache is extended by the token.
+
+        Args:
+            head: the result is its logits ``[1, 1, V]`` instead.
+        """
+        if head is not None and head is not self._head:
+            self._give(head)
         # Masks ask for the shape of a row, which any row has.
         values: Values = {"x": x, "row": x}
         offset = position = None
@@ -234,8 +268,8 @@ class TokenPieces:
         for at, names in self._memory.items():
             caches[at].cache = [values[name] for name in names]
             caches[at].advance(1)
-        h: mx.array = values["h"]
-        return h
+        made: mx.array = values["h" if head is None else "logits"]
+        return made
 
     def _first(self, values: Values, state: ForwardState, caches: Sequence[Any]) -> None:
         """Run each piece in both forms, keep the plain form's results, and merge the steps."""
@@ -263,9 +297,14 @@ class TokenPieces:
             found: Any = mx.stack([distance for _, distance in tried]).tolist()
             for (at, _), distance in zip(tried, found, strict=True):
                 self._judge(at, distance)
-        self._count()
+        if not self._counted:
+            self._count()
+        last = ["h"]
+        if self._head is not None:
+            last.append("logits")
+            self._tally(-1, self._head.name, _words(self._steps[-1], self._device))
         kept = [name for names in self._memory.values() for name in names]
-        self._run = Merged(self._steps, ("h", *kept), self._compiled)
+        self._run = Merged(self._steps, (*last, *kept), self._compiled)
 
     def _judge(self, at: int, distance: float) -> None:
         step, bound = self._steps[at], _BOUNDS.get(self._dtype, 5e-2)
@@ -292,9 +331,13 @@ class TokenPieces:
             pieces = [step for i in places if isinstance(step := self._steps[i], Pure)]
             words = [_words(step, self._device) for step in pieces if step.name not in ("norm", "sum")]
             note = "; ".join(filter(None, (*words, self._notes.get(at))))
-            tally = trace.piece_tally(TraceKey(self._names[at], "compiled", "1", self._device), note)
-            last = self._steps[places[-1]]
-            self._steps[places[-1]] = replace(last, tallies=(*last.tallies, tally))
+            self._tally(places[-1], self._names[at], note)
+        self._counted = True
+
+    def _tally(self, at: int, name: str, note: str) -> None:
+        tally = trace.piece_tally(TraceKey(name, "compiled", "1", self._device), note)
+        step = self._steps[at]
+        self._steps[at] = replace(step, tallies=(*step.tallies, tally))
 
 
 def _around(mixer: Any) -> Callable[..., AroundAttention | AroundLatents | AroundRecurrence] | Decline:
@@ -319,8 +362,8 @@ def _remembers(cache: Any) -> bool:
     return all(array is not None for array in cache.cache)
 
 
-def _words(step: Pure, device: Device) -> str:
-    if isinstance(step.fused, Decline):
+def _words(step: Step, device: Device) -> str:
+    if isinstance(step, Pure) and isinstance(step.fused, Decline):
         return f"{step.name}: plain MLX, {step.fused}"
     return f"{step.name}: {device}"
 

@@ -8,7 +8,7 @@ constexpr int takes = (vectors + threads - 1) / threads, early = takes < ME_EARL
 constexpr int held = ME_AHEAD * ME_UNIT;
 extern __shared__ uint4 me_shared[];
 uint4* const xs = me_shared + ME_AT_X;
-uint4* const zeros = me_shared + ME_AT_ZEROS;
+uint4* const idle = me_shared + ME_AT_IDLE;
 auto* const sums = reinterpret_cast<float*>(me_shared + ME_AT_SUMS);
 auto* const red = reinterpret_cast<float*>(me_shared + ME_AT_RED);
 auto* const norms = reinterpret_cast<float*>(me_shared + ME_AT_NORMS);
@@ -65,7 +65,7 @@ auto ask_scales = [&](int i, int a) {
 ME_UNROLL for (int j = 0; j < held; ++j) ask(j, j);
 ME_UNROLL for (int a = 0; a < ME_AHEAD; ++a) ask_scales(a, a);
 
-if (tid < 13) zeros[tid] = uint4{0, 0, 0, 0};
+if (tid < 13) idle[tid] = uint4{0, 0, 0, 0};
 float squares = 0.0f;
 // Vector v of the row, its values already made ready: as fragments, with the sums over each group.
 auto stage = [&](int v, float(&in)[each]) {
@@ -133,7 +133,7 @@ for (int ahead = 0; ahead < count; ahead += ME_AHEAD) {
     ME_UNROLL for (int s = 0; s < ME_UNIT; ++s) {
       const int j = i * ME_UNIT + s, step = first * ME_UNIT + j, slot = a * ME_UNIT + s;
       if (steps % ME_UNIT == 0 || step < steps) {
-        me_step(hold[slot][0], hold[slot][1], me_feeds(lane, s, ME_HALVES) ? mine + step * 16 : zeros, c, d);
+        me_step(hold[slot][0], hold[slot][1], me_feeds(lane, s, ME_HALVES) ? mine + step * 16 : idle, c, d);
       }
       ask(j + held, slot);
     }

@@ -91,6 +91,8 @@ class Product:
         width: of the heads that the output is split into, ``[1, heads, 1, width]``; None for a row.
         packed: as many rows of a gate follow each head's own; the gate becomes an output of its own.
         clip: values are clamped to plus and minus this.
+        factor: multiplies the values.
+        softcap: ``cap * tanh(value / cap)`` after it; 0 for none.
     """
 
     stack: Stack
@@ -98,6 +100,8 @@ class Product:
     width: int | None = None
     packed: bool = False
     clip: float | None = None
+    factor: float = 1.0
+    softcap: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -243,7 +247,7 @@ def _arguments(part: str, product: Product, words: int) -> tuple[str, str, str]:
 
 
 def _value_text(part: str, product: Product, constants: Constants) -> str:
-    """``v`` with scale, bias and clamp, as a C expression in ``row``."""
+    """``v`` with scale, bias, clamp, factor and cap, as a C expression in ``row``."""
     stack = product.stack
     value = bias_text(part, replace(stack.projection, bias=False), "v", "row")
     if stack.bias is not None:
@@ -252,6 +256,11 @@ def _value_text(part: str, product: Product, constants: Constants) -> str:
         value = f"({value} + me_value({bias}[row]))"
     if product.clip is not None:
         value = f"me_min(me_max({value}, {-product.clip!r}f), {product.clip!r}f)"
+    if product.factor != 1.0:
+        value = f"({float(product.factor)!r}f * {value})"
+    if product.softcap:
+        cap = f"{float(product.softcap)!r}f"
+        value = f"({cap} * me_tanh({value} / {cap}))"
     return value
 
 

@@ -137,7 +137,7 @@ def layout(asked: Matrices, how: TensorCut) -> tuple[dict[str, int], int]:
     groups = -(-p.cols // p.group_size) if p.format == "affine" else 0
     return mma.layout(
         X=mma.steps(p) * 16 * asked.halves,
-        ZEROS=13,
+        IDLE=13,
         SUMS=-(-groups // 4),
         RED=how.warps * 4,
         NORMS=-(-how.warps // 4),

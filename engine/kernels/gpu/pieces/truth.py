@@ -59,11 +59,12 @@ def each_head(
 
 
 def product(p: Product, x: np.ndarray) -> np.ndarray:
-    """One matrix times the row, with its bias and clamp."""
+    """One matrix times the row, with its bias, clamp, factor and cap."""
     y = wide(naive.dequantised(p.stack, 0)) @ x
     if p.stack.bias is not None:
         y = y + wide(p.stack.bias)[p.stack.first : p.stack.first + p.rows]
-    return y if p.clip is None else np.clip(y, -p.clip, p.clip)
+    y = p.factor * (y if p.clip is None else np.clip(y, -p.clip, p.clip))
+    return p.softcap * np.tanh(y / p.softcap) if p.softcap else y
 
 
 def row_before(asked: RowProduct, token: dict[str, mx.array]) -> tuple[np.ndarray, np.ndarray]:

@@ -136,7 +136,8 @@ def test_pieces_run_with_cuda_elsewhere_when_asked_for_and_never_on_the_cpu(monk
 def test_the_trace_says_for_each_layer_which_pieces_ran_and_why_one_did_not():
     model = tiny("deepseek_v32")
     both(model, model.decoder.token_pieces("cpu", mx.float32, compiled=False))
-    rows = trace.pieces()
+    *rows, head = trace.pieces()
+    assert (head.layer, head.note) == ("lm_head", "head: plain MLX, device: wanted a GPU, got cpu")
     assert [row.layer for row in rows] == [f"model.layers.{i}" for i in range(len(model.layers))]
     for row in rows:
         assert "the mixer as it is, mixer: wanted grouped-query attention" in row.note
@@ -193,6 +194,20 @@ def test_adapters_run_in_the_pieces_or_beside_them(path):
     layer[leaf] = kind.from_base(layer[leaf])
     layer[leaf].lora_b = mx.random.normal(layer[leaf].lora_b.shape)
     assert both(model, model.decoder.token_pieces("cpu", mx.float32, compiled=False)) < 1e-5
+
+
+def test_a_head_that_is_put_in_the_place_of_another_is_used():
+    model = tiny("olmoe")
+    pieces = model.decoder.token_pieces("cpu", mx.float32, compiled=False)
+    cache = make_prompt_cache(model)
+    mx.eval(model(PROMPT, cache=cache))
+    first = decoded(model, (4, 5), cache, pieces)
+    model.lm_head = nn.Linear(model.lm_head.weight.shape[1], 24)
+    model.layers[0].input_layernorm.weight = model.layers[0].input_layernorm.weight * 1.5
+    assert first.shape[-1] != 24
+    assert both(model, pieces) < 1e-5
+    assert [row.layer for row in trace.pieces()].count("model.layers.0") == 1
+    assert model.hidden_and_logits(mx.array([[7]]), cache)[1].shape == (1, 1, 24)
 
 
 def test_a_recurrent_mixer_needs_the_memory_of_one_whole_row():
