@@ -7,8 +7,9 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights, request_of
-from mlx_experts.engine.kernels.gpu import mma
+from mlx_experts.engine.kernels.gpu import mma, one_launch
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, Pair
+from mlx_experts.engine.kernels.gpu.one_launch import One
 from mlx_experts.engine.kernels.gpu.source import Backend, pitch, row_values, rows_down, rows_up
 from mlx_experts.engine.kernels.request import Decline, KernelRequest
 
@@ -21,6 +22,8 @@ BACKEND = Backend(
 # Bytes of shared memory that one block may have, by compute capability; others have what 8.6 has.
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 _SHARED_LEAST = 99
+# Multiprocessors of the devices on which one launch was measured against two.
+_MULTIPROCESSORS = {"NVIDIA H200": 132}
 
 
 def unavailable() -> Decline | None:
@@ -40,7 +43,7 @@ def launches(
     """
     words = pitch(row_values(request), request)
     if capability is not None and mma.takes_up(request):
-        room = _SHARED.get(capability, _SHARED_LEAST) * 1024
+        room = _room(capability)
         cut_up = mma.cut_up(request, many=many)
         fits_up = mma.up_layout(request, cut_up)[1] <= room
         if fits_up and mma.takes_down(request):
@@ -52,6 +55,19 @@ def launches(
             return Pair(up, rows_down(BACKEND, experts, request, many=many), words)
     up = rows_up(BACKEND, experts, request, many=many)
     return Pair(up, rows_down(BACKEND, experts, request, many=many), words)
+
+
+def _room(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block may have."""
+    return _SHARED.get(capability, _SHARED_LEAST) * 1024
+
+
+def one(request: KernelRequest, capability: tuple[int, int] | None) -> One | None:
+    """Both launches as one for a token on this device, or None where two are better."""
+    if capability is None:
+        return None
+    multiprocessors = _MULTIPROCESSORS.get(str(mx.device_info()["device_name"]), 0)
+    return one_launch.plan(request, multiprocessors, _room(capability))
 
 
 def mma_pair(
@@ -80,4 +96,4 @@ def prepare(experts: ExpertWeights, dtype: mx.Dtype, *, tensor_cores: bool = Tru
     def plan(top_k: int, many: bool) -> Pair:
         return launches(experts, request(top_k=top_k), chip, many=many)
 
-    return FusedPair(BACKEND, experts, dtype, plan=plan)
+    return FusedPair(BACKEND, experts, dtype, plan=plan, one=lambda k: one(request(top_k=k), chip))

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights
 from mlx_experts.engine.kernels.gpu.joined import Joined, reading
+from mlx_experts.engine.kernels.gpu.one_launch import One
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, down_arrays, up_arrays
 
 _Step = Callable[..., mx.array]
@@ -37,6 +38,7 @@ class FusedPair:
 
     Args:
         plan: the launches for a top-k, and for several tokens where its second argument is true.
+        one: the single launch for a token of that top-k, where that is better.
         joined: where launches find the arrays that lie in one.
         options: passed to every launch, for tests.
     """
@@ -45,6 +47,7 @@ class FusedPair:
     experts: ExpertWeights
     dtype: mx.Dtype
     plan: Callable[[int, bool], Pair]
+    one: Callable[[int], One | None] = lambda top_k: None
     joined: Sequence[Joined] = ()
     options: dict[str, object] = field(default_factory=dict)
 

@@ -187,12 +187,12 @@ def cut_down(request: KernelRequest, *, many: bool = False) -> CutDown:
     return CutDown(tiles, warps=-(-total // -(-total // most)))
 
 
-def _bounded(threads: int) -> str:
+def bounded(warps: int) -> str:
     """Launch bounds, by way of the word that MLX writes before a kernel's name.
 
     Without them the compiler may take more registers than a block of this size has.
     """
-    bounds = f"__attribute__((global)) __attribute__((launch_bounds({threads})))"
+    bounds = f"__attribute__((global)) __attribute__((launch_bounds({warps * WARP})))"
     return f"#undef __global__\n#define __global__ {bounds}\n"
 
 
@@ -237,6 +237,15 @@ def act_words(request: KernelRequest) -> int:
     return act_steps(request) * STEP + row_values(request) // 8
 
 
+def ahead(request: KernelRequest) -> tuple[int, int]:
+    """Units of a row that a warp has on their way, in launch A and in launch B."""
+    return _ahead(request.up, halves(request), _HELD_UP), _ahead(request.down, 2, _HELD_DOWN)
+
+
+def _ahead(p: Projection, part_halves: int, held: int) -> int:
+    return max(1, held // (unit(p, part_halves) * code_bits(p)))
+
+
 def codec(p: Projection, part_halves: int, held: int) -> dict[str, object]:
     """Names that a codec and the product need."""
     steps_at_once = unit(p, part_halves)
@@ -246,7 +255,7 @@ def codec(p: Projection, part_halves: int, held: int) -> dict[str, object]:
         "WIDE": wide(p),
         "UNIT": steps_at_once,
         "SPAN": span(p, part_halves),
-        "AHEAD": max(1, held // (steps_at_once * code_bits(p))),
+        "AHEAD": _ahead(p, part_halves, held),
         "PER_ROW": p.cols // p.group_size if p.group_size else 0,
         "SUMMED": int(p.format == "affine"),
         "SCALE_TYPE": SCALE_TYPES.get(p.dtype, "float"),
@@ -264,13 +273,102 @@ def _scales(part: str, p: Projection, shared: bool) -> str:
     return f"me_scales_at<per_row>({', '.join(arrays)}, group)"
 
 
-def codec_texts(p: Projection) -> str:
-    return text("tensor.cu") + text("chunk.cu") + text(_CODECS[p.format]) + text("mma.cu")
-
-
 def _x_factor(p: Projection) -> str:
     """The power of two that a codec wants x multiplied by, for launch A to multiply act by."""
     return "1.0f" if p.format in ("affine", "plain") else "0x1p64f"
+
+
+def up_settings(
+    experts: ExpertWeights,
+    request: KernelRequest,
+    cut: CutUp,
+    *,
+    fragments: bool,
+    many: bool = False,
+) -> tuple[dict[str, object], int]:
+    """The names that ``mma_up.cu`` and its header texts need, and the blocks of a token."""
+    up, two = request.up, request.shared is not None
+    begins, _ = up_layout(request, cut)
+    words = act_words(request) if fragments else row_values(request)
+    tiles = [rows // rows_a_tile(request) for rows in (request.expert_width, shared_width(request))]
+    blocks, own_blocks = (-(-n // cut.teams) for n in tiles)
+    groups = request.top_k * blocks + own_blocks + is_weighed(request)
+    low = "up" if request.gate is None else "gate"
+    settings = {
+        "H": request.input_width,
+        "F": request.expert_width,
+        "K": request.top_k,
+        **codec(up, halves(request), _HELD_UP),
+        "DOWN_WIDE": wide(request.down),
+        "DOWN_BY": _x_factor(request.down),
+        "DOWN_STEPS": act_steps(request),
+        "EXPERT_STEPS": steps(request.down),
+        "HALVES": halves(request),
+        "GATED": int(request.gate is not None),
+        "FRAGMENTS": int(fragments),
+        "LOW(p)": pick(low, "##p", two),
+        "HIGH(p)": pick("up", "##p", two),
+        "LOW_SCALES(row, group)": _scales(low, up, two),
+        "HIGH_SCALES(row, group)": _scales("up", up, two),
+        "END_GATE(v)": "v" if request.gate is None else bias_text("gate", request.gate, "v", "row", two),
+        "END_UP(v)": bias_text("up", up, "v", "up_row", two),
+        "TEAMS": cut.teams,
+        "SPLIT": cut.split,
+        **begins,
+        **shared_settings(experts, request, words),
+        **token_settings(request, words, groups, many),
+    }
+    return settings, groups
+
+
+def down_settings(
+    experts: ExpertWeights, request: KernelRequest, cut: CutDown, *, many: bool = False
+) -> tuple[dict[str, object], int]:
+    """The names that ``mma_down.cu`` and its header texts need, and the blocks of a token."""
+    down, shared = request.down, request.shared
+    begins, _ = down_layout(cut)
+    groups = down.rows // (16 * cut.tiles)
+    factor = f" * ({{}} * {NVFP4_UNIT!r}f)" if down.global_scale else ""
+    own = down if shared is None else shared.expert.down
+    settings = {
+        "H": down.rows,
+        "F": request.expert_width,
+        "K": request.top_k,
+        **codec(down, 2, _HELD_DOWN),
+        "OWN_PER_ROW": own.cols // own.group_size if own.group_size else 0,
+        "DOWN_SCALES(row, group)": _scales("down", down, False),
+        "OWN_SCALES(row, group)": _scales("shared_down", own, False),
+        "BY_GLOBAL": factor.format("down_g[expert]"),
+        "SHARE": share_text(request) + (factor.format("shared_down_g[0]") if shared else ""),
+        "ADD_BIAS": add_down_bias(request),
+        "TILES": cut.tiles,
+        "WARPS": cut.warps,
+        "STAGES": _STAGES,
+        **begins,
+        **shared_settings(experts, request, act_words(request)),
+        **token_settings(request, act_words(request), groups, many),
+    }
+    return settings, groups
+
+
+def product_texts(p: Projection) -> str:
+    """The texts of a product, which read the names of its settings."""
+    return text("chunk.cu") + text(_CODECS[p.format]) + text("mma.cu")
+
+
+def codec_texts(p: Projection) -> str:
+    """These, behind what they are made of."""
+    return text("tensor.cu") + product_texts(p)
+
+
+def down_text(ask: str, ready: str) -> str:
+    """Launch B's text.
+
+    Args:
+        ask: what comes before it asks for its weights.
+        ready: what comes before it reads act.
+    """
+    return text("mma_down.cu").replace("ME_ASK\n", ask).replace("ME_READY\n", ready)
 
 
 def mma_up(
@@ -287,55 +385,23 @@ def mma_up(
     Args:
         many: for several tokens, whose number follows from the grid.
     """
-    up, two = request.up, request.shared is not None
-    begins, room = up_layout(request, cut)
-    words = act_words(request) if fragments else row_values(request)
-    tiles = [rows // rows_a_tile(request) for rows in (request.expert_width, shared_width(request))]
-    blocks, own_blocks = (-(-n // cut.teams) for n in tiles)
-    groups = request.top_k * blocks + own_blocks + is_weighed(request)
-    low = "up" if request.gate is None else "gate"
-    settings = defines(
-        {
-            "H": request.input_width,
-            "F": request.expert_width,
-            "K": request.top_k,
-            **codec(up, halves(request), _HELD_UP),
-            "DOWN_WIDE": wide(request.down),
-            "DOWN_BY": _x_factor(request.down),
-            "DOWN_STEPS": act_steps(request),
-            "EXPERT_STEPS": steps(request.down),
-            "HALVES": halves(request),
-            "GATED": int(request.gate is not None),
-            "FRAGMENTS": int(fragments),
-            "LOW(p)": pick(low, "##p", two),
-            "HIGH(p)": pick("up", "##p", two),
-            "LOW_SCALES(row, group)": _scales(low, up, two),
-            "HIGH_SCALES(row, group)": _scales("up", up, two),
-            "END_GATE(v)": "v" if request.gate is None else bias_text("gate", request.gate, "v", "row", two),
-            "END_UP(v)": bias_text("up", up, "v", "up_row", two),
-            "TEAMS": cut.teams,
-            "SPLIT": cut.split,
-            **begins,
-            **shared_settings(experts, request, words),
-            **token_settings(request, words, groups, many),
-        }
-    )
+    settings, groups = up_settings(experts, request, cut, fragments=fragments, many=many)
     return Launch(
         label="experts_up_mma",
         inputs=("x", "indices", *up_arrays(experts)),
         outputs=("act",),
         header=text(backend.prelude)
-        + settings
+        + defines(settings)
         + weigh_text(request)
         + (text("rows.h") if is_weighed(request) else "")
-        + codec_texts(up)
+        + codec_texts(request.up)
         + (text("act.cu") if fragments else "")
         + (activation_text(request.activation) or "")
-        + _bounded(cut.warps * WARP),
+        + bounded(cut.warps),
         source=opening(backend, many) + text("mma_up.cu"),
         groups=groups,
         warps=cut.warps,
-        shared=room,
+        shared=up_layout(request, cut)[1],
     )
 
 
@@ -343,38 +409,15 @@ def mma_down(
     backend: Backend, experts: ExpertWeights, request: KernelRequest, cut: CutDown, *, many: bool = False
 ) -> Launch:
     """Launch B on the fragments of ``mma_up``."""
-    down, shared = request.down, request.shared
-    begins, room = down_layout(cut)
-    groups = down.rows // (16 * cut.tiles)
-    factor = f" * ({{}} * {NVFP4_UNIT!r}f)" if down.global_scale else ""
-    own = down if shared is None else shared.expert.down
-    settings = defines(
-        {
-            "H": down.rows,
-            "F": request.expert_width,
-            "K": request.top_k,
-            **codec(down, 2, _HELD_DOWN),
-            "OWN_PER_ROW": own.cols // own.group_size if own.group_size else 0,
-            "DOWN_SCALES(row, group)": _scales("down", down, False),
-            "OWN_SCALES(row, group)": _scales("shared_down", own, False),
-            "BY_GLOBAL": factor.format("down_g[expert]"),
-            "SHARE": share_text(request) + (factor.format("shared_down_g[0]") if shared else ""),
-            "ADD_BIAS": add_down_bias(request),
-            "TILES": cut.tiles,
-            "WARPS": cut.warps,
-            "STAGES": _STAGES,
-            **begins,
-            **shared_settings(experts, request, act_words(request)),
-            **token_settings(request, act_words(request), groups, many),
-        }
-    )
+    settings, groups = down_settings(experts, request, cut, many=many)
+    settings |= {"ACT(i)": "act[i]"}
     return Launch(
         label="experts_down_mma",
         inputs=("act", "indices", "weights", *down_arrays(experts)),
         outputs=("y",),
-        header=text(backend.prelude) + settings + codec_texts(down) + _bounded(cut.warps * WARP),
-        source=opening(backend, many) + text("mma_down.cu"),
+        header=text(backend.prelude) + defines(settings) + codec_texts(request.down) + bounded(cut.warps),
+        source=opening(backend, many) + down_text("", ""),
         groups=groups,
         warps=cut.warps,
-        shared=room,
+        shared=down_layout(cut)[1],
     )

@@ -20,7 +20,7 @@ y += token * ME_H;
 
 // Lane k knows expert k.
 const int expert = indices[lane < ME_K ? lane : 0];
-const float score = weights[lane < ME_K ? lane : 0] ME_BY_GLOBAL, share = ME_SHARE;
+const float score = weights[lane < ME_K ? lane : 0] ME_BY_GLOBAL;
 if (lane < 13) zeros[lane] = uint4{0, 0, 0, 0};
 const char* const base = reinterpret_cast<const char*>(down_w) + int64_t(h0 + g) * row_bytes + t * (ME_BITS * 4);
 #if ME_SHARED
@@ -62,13 +62,9 @@ auto ask_act = [&](int j) {
   }
   me_commit();
 };
-ME_UNROLL for (int j = 0; j < held; ++j) ask(j, j);
-ME_UNROLL for (int j = 0; j < ME_STAGES; ++j) ask_act(j);
-
 const int column = 2 * t % ME_GROUPS;
 me_scales scales[ME_AHEAD][ME_TILES][2];
 float sums[ME_AHEAD];
-// Scales of a unit, and this lane's share of the sums of eight that launch A left behind the fragments.
 auto ask_scales = [&](int j, int a) {
   const int unit = first + j;
   const bool own = is_own(unit);
@@ -88,13 +84,24 @@ auto ask_scales = [&](int j, int a) {
       scales[a][m][h] = ME_DOWN_SCALES((e * ME_H + row) * per_row, u * ME_GROUPS + column);
     }
   }
-  if (ME_SUMMED) {
-    const int i = u * (ME_GROUPS * eights) + lane;
-    const bool there = lane < ME_GROUPS * eights && i < (own ? ME_SHARED : ME_F) / 8;
-    sums[a] = there ? act[pairs * 128 + k * (ME_F / 8) + i] : 0.0f;
-  }
 };
+// This lane's share of the sums of eight that launch A left behind the fragments.
+auto ask_sums = [&](int j, int a) {
+  const int unit = first + j;
+  const bool own = is_own(unit);
+  const int k = own ? ME_K : unit / units, u = own ? unit - routed : unit % units;
+  const int i = u * (ME_GROUPS * eights) + lane;
+  const bool there = j < count && lane < ME_GROUPS * eights && i < (own ? ME_SHARED : ME_F) / 8;
+  if (ME_SUMMED) sums[a] = there ? ME_ACT(pairs * 128 + k * (ME_F / 8) + i) : 0.0f;
+};
+// Nothing above reads act.
+ME_ASK
+ME_UNROLL for (int j = 0; j < held; ++j) ask(j, j);
 ME_UNROLL for (int a = 0; a < ME_AHEAD; ++a) ask_scales(a, a);
+ME_READY
+ME_UNROLL for (int j = 0; j < ME_STAGES; ++j) ask_act(j);
+ME_UNROLL for (int a = 0; a < ME_AHEAD; ++a) ask_sums(a, a);
+const float share = ME_SHARE;
 __syncwarp();
 
 float total[ME_TILES][2];
@@ -137,6 +144,7 @@ for (int ahead = 0; ahead < count; ahead += ME_AHEAD) {
       }
     }
     ask_scales(i + ME_AHEAD, a);
+    ask_sums(i + ME_AHEAD, a);
   }
 }
 ME_UNROLL for (int m = 0; m < ME_TILES; ++m) {

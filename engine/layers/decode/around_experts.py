@@ -132,8 +132,12 @@ class AroundExperts:
         routed = self.router.bind(moe).on(device, n)
         return (n, *routed) if self.added is None else (x, n, *routed)
 
-    def _prepare_route(self, device: Device, dtype: mx.Dtype) -> Piece | Decline:
-        """Norm, router matrix and selection in one launch."""
+    def _prepare_route(self, device: Device, dtype: mx.Dtype, marks: int = 0) -> Piece | Decline:
+        """Norm, router matrix and selection in one launch.
+
+        Args:
+            marks: words of zero that it leaves for the experts' launch.
+        """
         spec = self.router.spec
         if device != "cuda":
             return Decline("device", "cuda", device, "One launch cannot select what others have computed.")
@@ -161,11 +165,14 @@ class AroundExperts:
             added=self.added,
             join=True,
             joined=self.joined,
+            marks=marks,
         )
 
     def _prepare_both(self, device: Device, dtype: mx.Dtype, decision: Decision) -> Run | Decline:
         """The experts read what the routing launch wrote as one array."""
-        pair, route = decision.run, self._prepare_route(device, dtype)
+        pair, top_k = decision.run, self.router.top_k
+        one = pair.one(top_k) if isinstance(pair, FusedPair) else None
+        route = self._prepare_route(device, dtype, 0 if one is None else one.marks)
         if isinstance(route, Decline):
             return route
         if not isinstance(pair, FusedPair) or route.packed is None:
@@ -173,7 +180,11 @@ class AroundExperts:
         if self.shared is not None and not decision.adds_shared:
             return Decline("shared", "an expert that the launches add", "one apart", decision.tally.note)
         bias_path, after = self.router.bias_path, len(self.after)
-        experts = routed_experts.build(replace(pair, joined=self.joined), route, self.router.top_k)
+        pair = replace(pair, joined=self.joined)
+        if one is None:
+            experts = routed_experts.build(pair, route, top_k)
+        else:
+            experts = routed_experts.build_one(pair, one, route)
 
         def run(modules: Sequence[Any], x: Value, *rest: Value) -> tuple[Value, ...]:
             moe = self._parts(modules)[1]
@@ -184,7 +195,7 @@ class AroundExperts:
             (routed,) = route.run(*(given[name] for name in route.tokens))
             y = experts(routed)
             for norm in modules[len(modules) - after :]:
-                y = norm(y)
+                y = norm(viewed(y))
             if self.added is None:
                 return (y,)
             return dict(zip(route.outputs, route.values([routed]), strict=True))["stream"], y

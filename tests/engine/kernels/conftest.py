@@ -157,7 +157,8 @@ class HostDevice:
             RuntimeError: clang refused it; the message is clang's.
         """
         if self.kind == "cuda":
-            source = source.replace(text("tensor.cu"), "").replace(text("pieces/device.cu"), "")
+            for name in ("tensor.cu", "pieces/device.cu", "one_device.cu"):
+                source = source.replace(text(name), "")
         source = _GROUP_ARRAY.sub(
             rf"\1 alignas(16) static {_GROUP_SPACE[self.kind]} T name[n]; {_POISON}", source
         )

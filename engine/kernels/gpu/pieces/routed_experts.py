@@ -1,4 +1,4 @@
-"""The experts' two launches over what the routing launch wrote: one input for row, indices and weights."""
+"""The experts' launches over what the routing launch wrote: one input for row, indices, weights and marks."""
 
 from __future__ import annotations
 
@@ -7,42 +7,57 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from mlx_experts.engine.kernels.gpu import one_launch
 from mlx_experts.engine.kernels.gpu.joined import reading
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
+from mlx_experts.engine.kernels.gpu.one_launch import One
+from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, Value
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.source import Launch
 
 # The experts' launches know these outputs of the routing launch by other names.
-_NAMES = {"x": "normed", "indices": "chosen", "weights": "share"}
+_NAMES = {"x": "normed", "indices": "chosen", "weights": "share", "state": "state"}
 
 
-def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], mx.array]:
+def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], Value]:
     """The experts as a function of the array that ``route.run`` gives, to ``[1, 1, H]``.
 
     Args:
         experts: a layer's prepared launches, for CUDA.
         route: the layer's routing launch.
     """
-    pair, arrays = experts.plan(top_k, False), arrays_of(experts.experts)
-    words, dtype = mx.float32, experts.dtype
-
-    def prepared(launch: Launch) -> tuple[Launch, list[mx.array]]:
-        launch = after_routing(launch, route)
-        launch, held = reading(launch, {name: arrays.get(name) for name in launch.inputs}, experts.joined)
-        return launch, [array for array in held.values() if array is not None]
-
-    (up, up_arrays), (down, down_arrays) = prepared(pair.up), prepared(pair.down)
+    pair, words, dtype = experts.plan(top_k, False), mx.float32, experts.dtype
+    (up, up_arrays), (down, down_arrays) = (_prepared(experts, each, route) for each in (pair.up, pair.down))
     shape = (1, 1, experts.experts.down.projection.rows)
     dtypes = [words, *(a.dtype for a in up_arrays), words]
     first = up.make(experts.backend, dtypes, [(pair.words,)], **experts.options)  # type: ignore[arg-type]
     dtypes = [words, words, *(a.dtype for a in down_arrays), dtype]
     second = down.make(experts.backend, dtypes, [shape], **experts.options)  # type: ignore[arg-type]
 
-    def run(routed: mx.array) -> mx.array:
+    def run(routed: mx.array) -> Value:
         (act,) = first([routed, *up_arrays])
         return second([routed, act, *down_arrays])[0]
 
     return run
+
+
+def build_one(experts: FusedPair, one: One, route: Piece) -> Callable[[mx.array], Value]:
+    """As :func:`build`, in one launch; ``route`` leaves as many marks as it needs."""
+    launch = one_launch.build(experts.backend, experts.experts, one, experts.dtype)
+    launch, arrays = _prepared(experts, launch, route)
+    _, packed = one.outputs(experts.dtype)
+    dtypes = [mx.float32, *(a.dtype for a in arrays), packed.dtype]
+    only = launch.make(experts.backend, dtypes, [(packed.size,)], **experts.options)  # type: ignore[arg-type]
+    place = packed.places["y"]
+    return lambda routed: PackedValue(only([routed, *arrays])[0], place)
+
+
+def _prepared(experts: FusedPair, launch: Launch, route: Piece) -> tuple[Launch, list[mx.array]]:
+    """A launch after the routing, and the arrays that it reads beside what that wrote."""
+    arrays = arrays_of(experts.experts)
+    launch = after_routing(launch, route)
+    launch, held = reading(launch, {name: arrays.get(name) for name in launch.inputs}, experts.joined)
+    return launch, [array for array in held.values() if array is not None]
 
 
 def after_routing(launch: Launch, route: Piece) -> Launch:

@@ -60,6 +60,7 @@ def build(
     logit: str = "v",
     join: bool = False,
     joined: Sequence[Joined] = (),
+    marks: int = 0,
 ) -> Piece:
     """The launch for CUDA: outputs ``y0`` (float32 logits), ``normed``, ``chosen`` (uint32) and ``share``.
 
@@ -70,6 +71,7 @@ def build(
         join: as in ``row_product.build``.
         joined: as there.
         logit: what is done to a logit ``v``, as a C expression.
+        marks: words of zero that the experts' launch wants, as the output ``state``.
     """
     asked = RowProduct(matrix.projection.cols, (Product(matrix),), norm, added)
     how = row_product.cut(asked, "cuda")
@@ -79,14 +81,29 @@ def build(
             "normed": Output.row(asked.width, dtype),
             "chosen": Output.row(steps.top_k, mx.uint32),
             "share": Output.row(steps.top_k, mx.float32),
+            **({"state": Output.row(marks, mx.uint32)} if marks else {}),
         },
         header=f"ME_INLINE float me_logit(float v) {{ return {logit}; }}\n"
         + router_settings(steps, "me_logit(me_fresh(y0 + (i)))"),
-        tail=normed_text(asked, how.warps) + text("pieces/select.cu") + "{\n" + text("router.h") + "}\n",
+        tail=normed_text(asked, how.warps)
+        + (
+            f"for (int i = tid; group == 0 && i < {marks}; i += {how.warps * 32}) state[i] = 0u;\n"
+            if marks
+            else ""
+        )
+        + text("pieces/select.cu")
+        + "{\n"
+        + text("router.h")
+        + "}\n",
     )
     return row_product.build(
         asked, backend, "cuda", dtype, label="route", wide=True, join=join, joined=joined, how=how, more=more
     )
+
+
+def _zeroed(marks: int, threads: int) -> str:
+    """Writes the marks, by the first group."""
+    return f"for (int i = tid; group == 0 && i < {marks}; i += {threads}) state[i] = 0u;\n" if marks else ""
 
 
 def normed_text(asked: RowProduct, warps: int) -> str:

@@ -1,0 +1,2 @@
+  item = me_next(state, ME_ITEMS, group, warp, lane, said);
+} while (item >= 0);

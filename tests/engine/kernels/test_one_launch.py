@@ -1,0 +1,76 @@
+"""One token's experts as one launch: the CUDA text on the CPU, whose first block does every block's share."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_experts.engine.kernels.gpu import cuda, mma, one_launch
+from mlx_experts.engine.kernels.gpu.launch_pair import arrays_of
+from mlx_experts.engine.kernels.gpu.one_launch import CutOne, One
+from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, viewed
+
+CASES = {
+    "one_unit_a_warp": (dict(hidden=512, width=256, experts=9, top_k=4), CutOne(8, 2, 1)),
+    "several_units_a_warp": (dict(hidden=640, width=384, experts=9, top_k=8), CutOne(8, 4, 2)),
+    "more_outputs_than_items": (dict(hidden=640, width=64, top_k=1), CutOne(8, 1, 1)),
+    "no_gate_in_float16": (dict(activation="relu2", dtype=mx.float16, bias=True), CutOne(8, 2, 1)),
+    "shared_and_weighed": (
+        dict(hidden=640, width=384, shared=768, weighed=8, top_k=2),
+        CutOne(10, 2, 1),
+    ),
+    "mxfp4": (dict(mode="mxfp4", group=32, hidden=352, width=160, bias=True), CutOne(8, 2, 1)),
+    "nvfp4": (dict(mode="nvfp4", group=16, global_scale=True, hidden=352, width=96), CutOne(8, 2, 1)),
+    "eight_bits": (dict(bits=8, group=32, hidden=96, width=224), CutOne(8, 2, 1)),
+    "plain": (dict(mode="plain", hidden=160, width=288), CutOne(8, 1, 1)),
+    "mixed": (dict(down=("affine", 6, 64)), CutOne(8, 2, 1)),
+}
+
+
+def run(built, cut, host, change=lambda text: text):
+    """The distance to the truth, from marks of zero and poisoned memory."""
+    one = One(built.request, cut)
+    launch = one_launch.build(cuda.BACKEND, built.experts, one, built.x.dtype)
+    _, packed = one.outputs(built.x.dtype)
+    state = mx.zeros((one.marks,), mx.uint32)
+    held = arrays_of(built.experts) | {"x": built.x, "indices": built.indices, "weights": built.weights}
+    inputs = [(held | {"state": state})[name] for name in launch.inputs]
+    (out,) = host.run(cuda.BACKEND, launch, inputs, [((packed.size,), packed.dtype)], change)
+    return built.distance(viewed(PackedValue(mx.array(out), packed.places["y"])).reshape(built.truth.shape))
+
+
+@pytest.mark.parametrize(("options", "cut"), CASES.values(), ids=CASES)
+def test_the_text_matches_truth_on_the_cpu(options, cut, build_case, case_type, host_cuda):
+    built = build_case(case_type(**options), "cuda")
+    assert run(built, cut, host_cuda) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        # It does not wait for what others do.
+        ("if (left) left = all & ~me_marks(state + lane);", "left = 0u;"),
+        ("me_swap(low_total, 2)", "me_swap(low_total, 1)"),
+        ("score, unit / units & 31", "score, 0"),
+    ],
+)
+def test_a_planted_mistake_is_noticed(right, wrong, build_case, case_type, host_cuda):
+    built = build_case(case_type(hidden=640, width=384, experts=9, top_k=8), "cuda")
+
+    def change(text):
+        assert right in text
+        return text.replace(right, wrong)
+
+    assert not run(built, CutOne(8, 2, 1), host_cuda, change) < 5e-3
+
+
+def test_small_experts_are_cut_to_fill_the_device_once(build_case, case_type):
+    built = build_case(case_type(hidden=2048, width=768, experts=9, top_k=8), "cuda")
+    found = one_launch.plan(built.request, 132, 227 * 1024)
+    assert found is not None
+    assert found.cut == CutOne(24, 4, 1)
+    assert (found.cut.items(built.request), found.cut.down_blocks(built.request)) == (128, 128)
+    assert one_launch.plan(built.request, 132, 48 * 1024) is None
+    wide = build_case(case_type(hidden=4096, width=2048, experts=3, top_k=2), "cuda")
+    assert one_launch.plan(wide.request, 132, 227 * 1024) is None
+    assert mma.takes_down(wide.request)
