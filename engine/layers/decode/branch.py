@@ -136,7 +136,7 @@ class MixerBranch:
 
         def run(modules: Sequence[Any], a: Value, *rest: Value) -> tuple[Value, ...]:
             made = launched(product, {"x": a, "gate": rest[0], "residual": rest[-1]})
-            y, zeros = made["y0"], made.get("zeros")
+            y, zeros = made["y0"], made.get("cleared")
             if normed:
                 return self._joined(viewed(rest[-1]), viewed(y), modules[1:], zeros)
             return (y,) if zeros is None else (y, zeros)

@@ -23,8 +23,8 @@ from mlx_experts.engine.kernels.router_kernel import check as check_steps
 _COUNTER_WORDS = 4
 # What a launch adds to its text so that the routing launch after it finds its counter at zero.
 ZEROS = Text(
-    outputs={"zeros": Output.row(_COUNTER_WORDS, mx.uint32)},
-    tail=f"if (group == 0 && warp == 0 && lane < {_COUNTER_WORDS}) zeros[lane] = 0u;\n",
+    outputs={"cleared": Output.row(_COUNTER_WORDS, mx.uint32)},
+    tail=f"if (group == 0 && warp == 0 && lane < {_COUNTER_WORDS}) cleared[lane] = 0u;\n",
 )
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_experts.engine.kernels.gpu import cuda
-from mlx_experts.engine.kernels.gpu.pieces import routing, truth
+from mlx_experts.engine.kernels.gpu.pieces import routing, row_product, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct
+from mlx_experts.engine.kernels.gpu.pieces.tensor_rows import TensorCut
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
@@ -71,6 +72,23 @@ def test_a_planted_mistake_is_noticed(right, wrong, on_host, make_matrix):
     got, normed, _, logits, _ = run(steps, ("affine", 8, 64), on_host, make_matrix, change)
     right_experts = got["chosen"].tolist() == np.argsort(-logits, kind="stable")[:4].tolist()
     assert not (right_experts and truth.distance(got["normed"], normed) < 3e-3)
+
+
+@pytest.mark.parametrize("how", [None, TensorCut(2, 2)], ids=["warp_a_row", "tensor_cores"])
+def test_the_launch_before_leaves_zeros_to_count_with(how, on_host, make_matrix):
+    asked = RowProduct(256, (Product(make_matrix(256, 64)),), residual=True)
+    piece = row_product.build(asked, cuda.BACKEND, "cuda", mx.bfloat16, how=how, more=routing.ZEROS)
+    token = {"x": mx.ones((1, 1, 256), mx.bfloat16), "residual": mx.ones((1, 1, 64), mx.bfloat16)}
+    got = on_host("cuda", piece, token)
+    assert got["cleared"].tolist() == [0] * 4
+    assert truth.distance(got["y0"], truth.row_product(asked, token)["y0"]) < 3e-3
+
+
+def test_the_routing_leaves_marks_at_zero(on_host, make_matrix):
+    matrix, x = make_matrix(256, 40, ("affine", 8, 64)), mx.ones((1, 1, 256), mx.bfloat16)
+    piece = routing.build(matrix, None, RouterSteps(40, 4), cuda.BACKEND, mx.bfloat16, marks=37)
+    got = on_host("cuda", piece, {"x": x, "counter": routing.zeros(x)})
+    assert got["state"].tolist() == [0] * 37
 
 
 def test_a_matrix_of_other_rows_is_declined(make_matrix):
