@@ -22,6 +22,8 @@ _LEAST_BYTES = 1 << 20
 _ROOM = 99 * 1024
 # Warps that an H200 should hold: 132 multiprocessors with 16 warps of 128 registers a thread each.
 _MULTIPROCESSORS, _RESIDENT = 132, 16
+# Words of a row that a lane has on their way.
+_WORDS = 24
 # From this many tiles on, the tiles themselves fill the device; from the second on, several times over.
 _FULL, _MANY = 1024, 4096
 
@@ -39,7 +41,7 @@ class TensorCut:
 
     tiles: int
     split: int
-    words: int = 24
+    words: int = _WORDS
     resident: int = _RESIDENT
 
     @property
@@ -114,16 +116,22 @@ def _has_tensor_cores() -> bool:
 
 def cut(asked: Matrices) -> TensorCut:
     """A group a head where heads are turned, else as many warps as fill the device, several a tile."""
-    most = mma.units(asked.projections[0], asked.halves)
+    p = asked.projections[0]
+    most, words = mma.units(p, asked.halves), _words(p, asked.halves)
     if asked.head is not None:
         tiles = asked.head // TILE
-        return TensorCut(tiles, _power(min(most, max(1, _RESIDENT // tiles))))
-    tiles = sum(-(-p.rows // TILE) for p in asked.projections)
+        return TensorCut(tiles, _power(min(most, max(1, _RESIDENT // tiles))), words)
+    tiles = sum(-(-each.rows // TILE) for each in asked.projections)
     if tiles >= _MANY:
-        return TensorCut(4, _power(min(most, 2)))
+        return TensorCut(4, _power(min(most, 2)), words)
     if tiles >= _FULL:
-        return TensorCut(2, _power(min(most, 4)))
-    return TensorCut(1, _power(min(most, 16, max(1, _MULTIPROCESSORS * _RESIDENT // tiles))))
+        return TensorCut(2, _power(min(most, 4)), words)
+    return TensorCut(1, _power(min(most, 16, max(1, _MULTIPROCESSORS * _RESIDENT // tiles))), words)
+
+
+def _words(p: Projection, halves: int) -> int:
+    """As many as 128 registers a thread have room for: affine scales and biases of three units at most."""
+    return min(_WORDS, 3 * mma.unit(p, halves) * mma.code_bits(p)) if p.format == "affine" else _WORDS
 
 
 def _power(most: int) -> int:
