@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mlx_experts.engine.tools.mlx_lm_tools import run_tool
-from mlx_experts.registry.cli import VERBS
+from mlx_experts.registry import cli
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-REGISTRY = Path(sys.executable).parent / "registry"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What differs between machines and runs.
 MACHINE = re.compile(r"of [\d.]+ GB here|in [\d.]+ s$|[\d.]+ tokens/s|memory [\d.]+ GB")
@@ -35,14 +32,21 @@ def comparable(text: str) -> list[str]:
     return [MACHINE.sub("…", line.rstrip()) for line in text.strip().splitlines()]
 
 
+@pytest.fixture
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run where the repository is."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.usefixtures("in_the_repository")
 @pytest.mark.parametrize("command", ["registry check qwen3_moe mixtral gpt_oss", "registry inspect api/demo"])
-def test_a_command_prints_what_is_shown(command: str) -> None:
-    arguments = command.split()[1:]
-    done = subprocess.run([REGISTRY, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert comparable(done.stdout) == session(command)
+def test_a_command_prints_what_is_shown(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(command.split()[1:]) == 0
+    assert comparable(capsys.readouterr().out) == session(command)
 
 
-def test_the_demo_writes_what_is_shown() -> None:
+@pytest.mark.usefixtures("in_the_repository")
+def test_the_demo_writes_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     made, *written = session("make demo")
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
     prompt = re.search(r"^PROMPT \?= (.*)$", recipe, re.M)
@@ -51,8 +55,8 @@ def test_the_demo_writes_what_is_shown() -> None:
     assert options is not None
     assert made == f".venv/bin/registry {options[1]}".replace("$(PROMPT)", prompt[1])
     arguments = [each.strip('"') for each in re.findall(r'"[^"]*"|\S+', made)][1:]
-    done = subprocess.run([REGISTRY, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert " ".join(comparable(done.stdout)).split() == " ".join(written).split()
+    assert cli.run(arguments) == 0
+    assert " ".join(comparable(capsys.readouterr().out)).split() == " ".join(written).split()
 
 
 def test_the_family_that_is_shown_is_the_file() -> None:
@@ -65,7 +69,7 @@ def test_the_family_that_is_shown_is_the_file() -> None:
 def test_every_verb_is_in_the_table() -> None:
     table = README.partition("## Commands")[2].partition("\n## ")[0]
     verbs = {verb for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for verb in re.findall(r"\w+", cell)}
-    names = set(VERBS)
+    names = set(cli.VERBS)
     assert names
     assert names - verbs == set()
 

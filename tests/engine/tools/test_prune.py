@@ -125,7 +125,7 @@ def test_the_command_states_perplexity_before_and_after(
 def test_reap_keeps_the_demos_perplexity_better_than_frequency_or_dropping_the_most_used() -> None:
     model, tokenizer = load(DEMO)
     sources = [path.read_text() for path in sorted(TEXT.parent.iterdir())]
-    given = texts.windows(sources, tokenizer, 256)
+    given = texts.windows(sources, tokenizer, 256, 5000)
     with record_routing(model) as routing:
         for window in given:
             texts.evaluate(model, window)

@@ -7,21 +7,36 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlx_experts import load_model
+from mlx_experts.registry import cli
 from mlx_experts.registry.errors import SettingError
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = str(ROOT / "api" / "demo")
 COMMAND = [sys.executable, "-c", "from mlx_experts.registry.cli.entry import main; main()"]
+Command = Callable[..., tuple[int, str, str]]
 MIXTRAL = (ROOT / "families" / "mixtral.yaml").read_text()
 
 
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Exit code, standard output and standard error of one command in this process."""
+
+    def ran(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.run(list(arguments))
+        return code, *capsys.readouterr()
+
+    return ran
+
+
 def run(*arguments: str | bytes, stdin: bytes = b"", **env: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one command."""
+    """Exit code, standard output and standard error of one command as a process of its own."""
     done = subprocess.run(
         [*COMMAND, *arguments], input=stdin, capture_output=True, env={**os.environ, **env}, check=False
     )
@@ -74,8 +89,10 @@ def test_a_terminal_without_a_sign_gets_a_question_mark() -> None:
     assert "tokens/s ?" in out
 
 
-def test_a_folder_of_families_that_is_not_there_is_told_wherever_it_is_given(tmp_path: Path) -> None:
-    code, _, err = run("generate", DEMO, "--prompt", "hi", "--families", str(tmp_path / "none"))
+def test_a_folder_of_families_that_is_not_there_is_told_wherever_it_is_given(
+    tmp_path: Path, command: Command
+) -> None:
+    code, _, err = command("generate", DEMO, "--prompt", "hi", "--families", str(tmp_path / "none"))
     assert code == 1
     assert "a folder of families does not exist" in err
     for given in ((tmp_path / "none",), str(tmp_path)):
@@ -91,9 +108,9 @@ def test_a_folder_of_families_that_is_not_there_is_told_wherever_it_is_given(tmp
     ],
 )
 def test_numbers_that_no_family_has_are_told_and_nothing_is_made_of_them(
-    tmp_path: Path, more: str, words: str
+    tmp_path: Path, more: str, words: str, command: Command
 ) -> None:
-    code, _, err = run("check", "mine", "--families", str(family(tmp_path, more)))
+    code, _, err = command("check", "mine", "--families", str(family(tmp_path, more)))
     assert code in (1, 2)
     assert words in err
 
@@ -107,9 +124,9 @@ def test_a_file_of_brackets_is_told(tmp_path: Path) -> None:
     assert "mixtral" in out
 
 
-def test_a_wrong_name_is_told_before_anything_is_measured() -> None:
+def test_a_wrong_name_is_told_before_anything_is_measured(command: Command) -> None:
     start = time.monotonic()
-    code, _, err = run("bench", "nope")
+    code, _, err = command("bench", "nope")
     assert code == 1
     assert "No public expert shape" in err
     assert time.monotonic() - start < 20
