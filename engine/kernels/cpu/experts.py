@@ -261,6 +261,4 @@ def prepare(
             "a view into a larger array",
             "Make the stacks contiguous when loading.",
         )
-    made = FusedExperts(experts, activations)
-    start.warmed()
-    return made
+    return FusedExperts(experts, activations)

@@ -20,9 +20,11 @@ import numpy as np
 from mlx_experts.engine.kernels.cpu import driver, stacks, start, token
 from mlx_experts.engine.kernels.cpu.experts import Layout
 from mlx_experts.engine.kernels.cpu.linear import FusedLinear
+from mlx_experts.engine.kernels.cpu.numba_forms import Part, bits
 from mlx_experts.engine.kernels.cpu.router import Routed
 from mlx_experts.engine.kernels.cpu.stacks import Plan
-from mlx_experts.engine.kernels.cpu.steps import COUNTERS, MULTIPLIED, NORMED, ROUTED, TURNED, steps
+from mlx_experts.engine.kernels.cpu.steps import COUNTERS, MULTIPLIED, steps
+from mlx_experts.engine.kernels.cpu.token import NORMED, ROUTED, TURNED
 
 _LINE = 64  # bytes
 CachePlace = tuple[int, int, int, int]
@@ -65,11 +67,6 @@ class ExpertParts:
     bias: mx.array | None
     layout: Layout
     arrays: tuple[mx.array, ...]
-
-
-def _bits(value: Any) -> int:
-    """A float32 as a context keeps it."""
-    return int(np.float32(value).view(np.uint32))
 
 
 @lru_cache(maxsize=1)
@@ -150,14 +147,11 @@ class LayerCall:
         self._alive.append(made)
         return made
 
-    def _step(self, address: int, context: Iterable[int], tasks: int) -> np.ndarray:
+    def _step(self, part: Part, context: Iterable[int], tasks: int) -> np.ndarray:
         """Add a step; its context."""
         made = np.array(list(context), np.int64)
-        self._steps.append((address, made, tasks))
+        self._steps.append((part.address, made, tasks))
         return made
-
-    def _own(self, part: int, context: Iterable[int], tasks: int) -> np.ndarray:
-        return self._step(steps.parts[part].address, context, tasks)
 
     def _vector(self, array: mx.array | None) -> int:
         """Where a vector lies as float32; 0 for none."""
@@ -172,7 +166,7 @@ class LayerCall:
         return int(wide.ctypes.data)
 
     def _norm(self, norm: Norm) -> tuple[int, int, int]:
-        return self._vector(norm.weight), _bits(norm.centre), _bits(norm.eps)
+        return self._vector(norm.weight), bits(norm.centre), bits(norm.eps)
 
     def _lay_out(
         self,
@@ -202,7 +196,7 @@ class LayerCall:
         normed = (0, 0, 0, 0) if norm is None else (1, *self._norm(norm))
         to = 0 if out is None else out.ctypes.data
         last = (x.size, to, held.ctypes.data, len(found))
-        self._own(NORMED, (x.ctypes.data, *added, *normed, *last), 1)
+        self._step(NORMED, (x.ctypes.data, *added, *normed, *last), 1)
         return [found[_taken_as(plan)] for plan in plans]
 
     def _multiply(
@@ -218,7 +212,7 @@ class LayerCall:
             made.append(out)
             self._arrays += linear.arrays
             self._bytes += linear.nbytes
-        self._own(MULTIPLIED, context, tasks)
+        self._step(MULTIPLIED, context, tasks)
         return made
 
     def _attend(self, a: AttentionParts, pairs: bool) -> None:
@@ -231,36 +225,35 @@ class LayerCall:
         shape = (a.heads, a.width, a.depth, 0, 0)
         norms = (*self._norm(a.q_norm), *self._norm(a.k_norm))
         turn = (at[0], at[1], at[2], 0, at[3], 0, *shape, *norms, at[5], at[6], self._cos.size, int(pairs))
-        self._turn = self._own(TURNED, turn, a.heads + a.groups)
+        self._turn = self._step(TURNED, turn, a.heads + a.groups)
         share = a.heads // a.groups
-        context = (at[1], 0, 0, share, 0, 0, a.width, a.depth, _bits(a.scale), at[4])
-        self._seen = self._step(token.attend.parts[0].address, context, a.heads)
+        context = (at[1], 0, 0, share, 0, 0, a.width, a.depth, bits(a.scale), at[4])
+        self._seen = self._step(token.attend.parts[0], context, a.heads)
         (self._branch,) = self._multiply((a.o,), self._lay_out(seen, (a.o.plan,)))
 
     def _run_experts(self, e: ExpertParts, places: Sequence[tuple[int, int]]) -> None:
         """The steps from the router to the sum over the experts."""
         layout = e.layout
         (logits,) = self._multiply((e.matrix,), places[:1])
-        top_k, before = e.routed.top_k, e.routed.before
+        top_k = e.routed.top_k
         chosen, shares = self._room(top_k, np.uint32), self._room(top_k)
-        how = (*map(int, before[:5]), _bits(before[5]), _bits(before[6]), top_k)
         tilt = self._vector(e.bias)
         picked = (chosen.ctypes.data, shares.ctypes.data)
-        self._own(ROUTED, (logits.ctypes.data, logits.size, tilt, *how, *picked), 1)
+        self._step(ROUTED, (logits.ctypes.data, logits.size, tilt, *e.routed.how, top_k, *picked), 1)
         up, gate, down = (plan.numbers.ctypes.data for plan in (layout.up, layout.gate, layout.down))
         f, h = int(layout.up.numbers[driver.ROWS]), self._x.size
         tasks = -(-f // driver.ROWS_AT_ONCE)
         hidden = self._room(top_k * f)
         sums = self._room(2 * top_k * int(layout.down.numbers[driver.BLOCKS]))
         between = (hidden.ctypes.data, sums.ctypes.data)
-        constants = (layout.activation.address, *map(_bits, layout.constants))
+        constants = (layout.activation.address, *map(bits, layout.constants))
         inputs = (*places[1], *places[2], *between)
         first, second = driver.one_token.parts
         context = (int(layout.gated), gate, up, down, *constants, tasks, chosen.ctypes.data, *inputs)
-        self._step(first.address, context, top_k * tasks)
+        self._step(first, context, top_k * tasks)
         at_once = start.outputs_at_once(h)
         context = (down, f, h, top_k, *picked, *between, self._out.ctypes.data, at_once)
-        self._step(second.address, context, -(-h // at_once))
+        self._step(second, context, -(-h // at_once))
         self._arrays += e.arrays
         self._bytes += layout.bytes_each * top_k
         self._alive.append(layout)

@@ -107,6 +107,4 @@ def prepare(stack: Stack, activations: Activations = "float32") -> FusedLinear |
             "a view into a larger array",
             "Make the weights contiguous when loading.",
         )
-    made = FusedLinear(stack, activations)
-    start.warmed()
-    return made
+    return FusedLinear(stack, activations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
@@ -9,12 +10,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
-from mlx_experts.engine.kernels.cpu import native
+from mlx_experts.engine.kernels.cpu import native, start
 
 
 def kept_on_disk(function: Callable[..., Any], **options: Any) -> Any:
@@ -41,6 +44,16 @@ def _named(function: Any) -> Any:
     return made
 
 
+def on_disk(function: Callable[..., Any]) -> bool:
+    """Whether numba has kept code of a function, named for this edition."""
+    try:
+        folder = Path(FunctionCache(function).cache_path)
+    except RuntimeError:  # as in ``kept_on_disk``
+        return False
+    module = function.__module__.rpartition(".")[2]
+    return any(folder.glob(f"{module}.{function.__qualname__}-*.nbc"))
+
+
 class Part:
     """A function of integers without a result that compiled code calls by its address.
 
@@ -58,12 +71,18 @@ class Part:
     @cached_property
     def address(self) -> int:
         """Where its code lies, as long as the process lasts."""
+        start.wait_for(self.function)
         try:
             made = cfunc(self._signature, cache=True, **self._options)(self.function)
         except RuntimeError:  # as in ``kept_on_disk``
             made = cfunc(self._signature, **self._options)(self.function)
         _HELD.append(made)
         return int(made.address)
+
+    def run(self, count: int, *context: int) -> None:
+        """Call it for each index below ``count`` with a context of these numbers, on the caller's thread."""
+        held = np.array(context, np.int64)
+        _one_by_one_here()(self.address, count, held.ctypes.data)
 
 
 # Two threads may ask for one part at once, and both keep its address.
@@ -84,6 +103,17 @@ ONE_BY_ONE, ON_THREADS = Part(_one_by_one, 3), Part(_on_threads, 3, parallel=Tru
 """Both call ``part(index, context)`` for each index below ``count``."""
 
 
+@lru_cache(maxsize=1)
+def _one_by_one_here() -> Any:
+    """``ONE_BY_ONE`` for callers in Python."""
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(ONE_BY_ONE.address)
+
+
+def bits(value: Any) -> int:
+    """A float32 as a context keeps it; see ``as_float``."""
+    return int(np.float32(value).view(np.uint32))
+
+
 class Forms:
     """One computation, whose loops run one by one or on all threads.
 
@@ -93,12 +123,14 @@ class Forms:
     Args:
         function: what is called; its first arguments are the address of a loop and those of the parts.
         parts: the bodies of its loops.
-        options: numba's, for the parts.
+        options: numba's, for the parts that are functions.
     """
 
-    def __init__(self, function: Callable[..., Any], *parts: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *parts: Callable[..., Any] | Part, **options: Any
+    ) -> None:
         self.function = kept_on_disk(function, nogil=True, error_model="numpy")
-        self.parts = tuple(Part(part, **options) for part in parts)
+        self.parts = tuple(part if isinstance(part, Part) else Part(part, **options) for part in parts)
 
     def compiled(self, arguments: tuple[Any, ...]) -> None:
         """Compile everything for arguments of these numba types, and keep it on disk."""
@@ -108,12 +140,17 @@ class Forms:
     @cached_property
     def parallel(self) -> Callable[..., Any]:
         """The computation on all threads."""
-        return partial(self.function, ON_THREADS.address, *(part.address for part in self.parts))
+        return self._by(ON_THREADS)
 
     @cached_property
     def serial(self) -> Callable[..., Any]:
         """The computation on the caller's thread."""
-        return partial(self.function, ONE_BY_ONE.address, *(part.address for part in self.parts))
+        return self._by(ONE_BY_ONE)
+
+    def _by(self, loop: Part) -> Callable[..., Any]:
+        addresses = [part.address for part in (loop, *self.parts)]
+        start.wait_for(self.function.py_func)
+        return partial(self.function, *addresses)
 
 
 _FLOAT, _LONG = ir.FloatType(), ir.IntType(64)

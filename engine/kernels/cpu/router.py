@@ -27,17 +27,18 @@ class Routed:
 
     def __init__(self, steps: RouterSteps) -> None:
         from mlx_experts.engine.kernels.cpu import token
+        from mlx_experts.engine.kernels.cpu.numba_forms import bits
 
         self._route = token.route
         self.top_k, self.biased = steps.top_k, steps.bias
-        self.before = (
+        self.how = (
             _SCORES.index(steps.score),
             steps.groups,
             steps.keep_groups,
             steps.group_score == "top2_sum",
             _NORMALISE.index(steps.normalise),
-            np.float32(steps.eps),
-            np.float32(steps.scale),
+            bits(steps.eps),
+            bits(steps.scale),
         )
 
     def __call__(self, logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array] | Decline:
@@ -63,7 +64,7 @@ class Routed:
     def on_row(self, logits: np.ndarray, tilt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As the call for float32 ``logits`` ``[E]`` in memory, to ``[1, K]`` each."""
         chosen, share = np.empty((1, self.top_k), np.uint32), np.empty((1, self.top_k), np.float32)
-        self._route(logits, tilt, *self.before, chosen[0], share[0])
+        self._route(logits, tilt, self.how, chosen[0], share[0])
         return chosen, share
 
 

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -153,11 +155,15 @@ def run_alone(forms: Forms, large: bool, *arguments: Any) -> Any:
     return forms.serial(*arguments)
 
 
-def warmed() -> None:
-    """Wait for the processes that compile beside this one: before a kernel is used that was just prepared."""
-    for process in WARMING.copy():
-        process.wait()
-    WARMING.clear()
+def wait_for(function: Callable[..., Any]) -> None:
+    """Wait while the processes beside this one may still compile a function, which then is on disk."""
+    if not WARMING:
+        return
+    from mlx_experts.engine.kernels.cpu.numba_forms import on_disk
+
+    while not on_disk(function) and any(process.poll() is None for process in WARMING):
+        time.sleep(0.01)
+    WARMING[:] = [process for process in WARMING if process.poll() is None]
 
 
 def parts() -> int:

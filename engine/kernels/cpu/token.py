@@ -12,12 +12,14 @@ import math
 import numpy as np
 from numba import njit
 
+from mlx_experts.engine.kernels.cpu import driver
 from mlx_experts.engine.kernels.cpu.numba_forms import (
     Forms,
+    Part,
     address,
     as_float,
+    bits,
     call_loop,
-    kept_on_disk,
     number,
     packed,
     read,
@@ -49,30 +51,47 @@ def norm_row(x, width, weight, centre, eps, out):  # type: ignore[no-untyped-def
             write(out, i, read(x, i) * factor)
 
 
-@njit(error_model="numpy", fastmath=_FAST)
-def added(x, branch, width, total):  # type: ignore[no-untyped-def]
-    """The sum of two rows, to ``total``."""
-    for i in range(width):
-        write(total, i, read(x, i) + read(branch, i))
+LAID_OUT = 3  # numbers of a matrix for which an input is laid out: stack, input, its sums
 
 
-def _rms_norm(x, branch, total, weight, centre, eps, out):  # type: ignore[no-untyped-def]
-    """Each row of ``x`` [R, D] over its root mean square, times ``centre + weight`` (or 1), to ``out``.
+def _normed(task, context):  # type: ignore[no-untyped-def]
+    """A row, or its sum with a branch, through a norm where there is one, and laid out for some matrices."""
+    x, branch, total, norm, weight, centre, eps, width, out, matrices, count = unpacked(context, 11)
+    values = x
+    if branch != 0:
+        for i in range(width):
+            write(total, i, read(x, i) + read(branch, i))
+        values = total
+    if norm != 0:
+        norm_row(values, width, weight, as_float(centre), as_float(eps), out)
+        values = out
+    for i in range(count):
+        at = matrices + i * LAID_OUT * 8
+        driver.lay_out(number(at, 0), values, 0, width, number(at, 1), number(at, 2))
 
-    Zhang and Sennrich 2019; ``weight`` [D] is empty where the norm has none. Where ``branch`` is not empty it
-    is added to ``x`` first, and ``total`` is the sum.
+
+# Not fast itself: what it calls would inherit that in some processes and not in others.
+NORMED = Part(_normed)
+
+
+def rms_norm(
+    x: np.ndarray,
+    branch: np.ndarray | None,
+    weight: np.ndarray,
+    centre: np.float32,
+    eps: np.float32,
+    out: np.ndarray,
+    total: np.ndarray | None = None,
+) -> None:
+    """A row [1, D] over its root mean square, times ``centre + weight`` or 1; Zhang and Sennrich 2019.
+
+    Args:
+        branch: is added to ``x`` first, and ``total`` receives the sum; None for nothing.
+        weight: [D], empty where the norm has none.
     """
-    width = x.shape[1]
-    for r in range(x.shape[0]):
-        skipped = r * width * 4
-        row = address(x) + skipped
-        if branch.size:
-            added(row, address(branch) + skipped, width, address(total) + skipped)
-            row = address(total) + skipped
-        norm_row(row, width, address(weight) if weight.size else 0, centre, eps, address(out) + skipped)
-
-
-rms_norm = kept_on_disk(_rms_norm, nogil=True, error_model="numpy")
+    added = (0, 0) if branch is None or total is None else (branch.ctypes.data, total.ctypes.data)
+    scales = weight.ctypes.data if weight.size else 0
+    NORMED.run(1, x.ctypes.data, *added, 1, scales, bits(centre), bits(eps), x.size, out.ctypes.data, 0, 0)
 
 
 @njit(error_model="numpy", fastmath=_FAST)
@@ -90,19 +109,45 @@ def turned_row(x, width, weight, centre, eps, cos, sin, half, pairs, out):  # ty
         write(out, second, a * s + b * c)
 
 
-def _turned(x, weight, centre, eps, cos, sin, traditional, out):  # type: ignore[no-untyped-def]
+def _turned(task, context):  # type: ignore[no-untyped-def]
+    """One head of the queries; behind those one of the keys and of the values, to the cache."""
+    (
+        q, queries, k, keys, v, values, heads, width, depth, rows, position, q_weight, q_centre, q_eps,
+        k_weight, k_centre, k_eps, cos, sin, half, pairs,
+    ) = unpacked(context, 21)  # fmt: skip
+    x, out, weight, centre, eps = q + task * width * 4, queries + task * width * 4, q_weight, q_centre, q_eps
+    if task >= heads:
+        g = task - heads
+        at = g * rows + position
+        x, out, weight, centre, eps = k + g * width * 4, keys + at * width * 4, k_weight, k_centre, k_eps
+        for i in range(depth):
+            write(values, at * depth + i, read(v, g * depth + i))
+    turned_row(x, width, weight, as_float(centre), as_float(eps), cos, sin, half, pairs, out)
+
+
+TURNED = Part(_turned)
+
+
+def turned(
+    x: np.ndarray,
+    weight: np.ndarray,
+    centre: np.float32,
+    eps: np.float32,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    traditional: bool,
+    out: np.ndarray,
+) -> None:
     """Each row of ``x`` [h, d], normalised where ``weight`` [d] is not empty and turned, to ``out``.
 
     The first values of a row are turned by one angle a pair (Su et al. 2021). ``traditional`` pairs
     neighbours; otherwise the two halves of the rotated width are paired.
     """
-    width, scales = x.shape[1], address(weight) if weight.size else 0
-    for r in range(x.shape[0]):
-        row, to = address(x) + r * width * 4, address(out) + r * width * 4
-        turned_row(row, width, scales, centre, eps, address(cos), address(sin), cos.size, traditional, to)
-
-
-turned = kept_on_disk(_turned, nogil=True, error_model="numpy")
+    heads, width = x.shape
+    norm = (weight.ctypes.data if weight.size else 0, bits(centre), bits(eps))
+    angles = (cos.ctypes.data, sin.ctypes.data, cos.size, traditional)
+    context = (x.ctypes.data, out.ctypes.data, 0, 0, 0, 0, heads, width, 0, 0, 0, *norm, 0, 0, 0, *angles)
+    TURNED.run(heads, *context)
 
 
 def _attend_head(head, context):  # type: ignore[no-untyped-def]
@@ -177,11 +222,11 @@ def _drop_groups(biased, count, groups, keep, best_two):  # type: ignore[no-unty
     release(worth, gone)
 
 
-@njit(error_model="numpy")
-def route_row(  # type: ignore[no-untyped-def]
-    logits, count, bias, score, groups, keep, best_two, normalise, eps, scale, top_k, chosen, share
-):
-    """As ``route`` on addresses; ``bias`` is 0 where there is none."""
+def _routed(task, context):  # type: ignore[no-untyped-def]
+    """The experts of a token and their shares; see ``route``."""
+    (
+        logits, count, bias, score, groups, keep, best_two, normalise, eps, scale, top_k, chosen, share,
+    ) = unpacked(context, 13)  # fmt: skip
     scores, biased, used = room(count * 4), room(count * 4), zeros(count * 8)
     top, sum_ = np.float32(-np.inf), np.float32(0)
     for e in range(count):
@@ -217,26 +262,30 @@ def route_row(  # type: ignore[no-untyped-def]
         total += read(scores, best)
     divisor = np.float32(1)
     if normalise == SUM:
-        divisor = total + eps
+        divisor = total + as_float(eps)
     elif normalise == CLAMP:
-        divisor = max(total, eps)
+        divisor = max(total, as_float(eps))
     if divisor == 0:
         # All scores underflowed.
         divisor = np.float32(1)
     for k in range(top_k):
-        write(share, k, read(share, k) / divisor * scale)
+        write(share, k, read(share, k) / divisor * as_float(scale))
     release(scores, biased, used)
 
 
-def _route(  # type: ignore[no-untyped-def]
-    logits, bias, score, groups, keep, best_two, normalise, eps, scale, chosen, share
-):
-    """Fill ``chosen`` and ``share`` [K] from ``logits`` [E]; ``bias`` [E] or nothing is for the selection."""
-    tilt = address(bias) if bias.size else 0
-    route_row(
-        address(logits), logits.size, tilt, score, groups, keep, best_two, normalise, eps, scale,
-        chosen.size, address(chosen), address(share),
-    )  # fmt: skip
+ROUTED = Part(_routed)
 
 
-route = kept_on_disk(_route, nogil=True, error_model="numpy")
+def route(
+    logits: np.ndarray, bias: np.ndarray, how: tuple[int, ...], chosen: np.ndarray, share: np.ndarray
+) -> None:
+    """Fill ``chosen`` (uint32) and ``share`` [K] from float32 ``logits`` [E].
+
+    Args:
+        bias: [E] or nothing, for the selection.
+        how: the score, groups, groups that are kept, whether by the best two of each, how shares are
+            normalised, and the bits of epsilon and of the factor on shares.
+    """
+    tilt = bias.ctypes.data if bias.size else 0
+    picked = (chosen.size, chosen.ctypes.data, share.ctypes.data)
+    ROUTED.run(1, logits.ctypes.data, logits.size, tilt, *how, *picked)

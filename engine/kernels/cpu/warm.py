@@ -16,7 +16,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from mlx_experts.engine.kernels.cpu import start
@@ -25,8 +24,6 @@ _STACK, _VECTOR, _ROWS, _CHOSEN = "int64[::1]", "float32[::1]", "float32[:,::1]"
 _LAYER = f"boolean, {_STACK}, {_STACK}, {_STACK}, int64, float32, float32, int64"
 _MANY = f"({_LAYER}, int64, int64, {_STACK}, boolean, {_ROWS}, {_CHOSEN}, {_ROWS}, {_ROWS})"
 _PROMPT = f"int64, UniTuple(int64, 5), {_ROWS}, {_ROWS}, {_ROWS}, float32, int64, boolean[:,::1]"
-_ROUTER = "int64, int64, int64, boolean, int64, float32, float32"
-_NORM = f"{_VECTOR}, float32, float32"
 _CACHE = "float32[:,:,::1]"
 _LINEAR = f"({_STACK}, int64, int64, {_ROWS}, {_ROWS})"
 
@@ -72,27 +69,25 @@ class Compiled:
 
     def on_disk(self) -> bool:
         """Whether a process has kept it, or none could."""
+        from mlx_experts.engine.kernels.cpu.numba_forms import on_disk
+
         function = self.function()
-        folder = function.stats.cache_path
-        return folder is None or any(Path(folder).glob(f"*{function.py_func.__qualname__}-*.nbi"))
+        return function.stats.cache_path is None or on_disk(function.py_func)
 
 
 WORTH = 2
 """Seconds of compiling from which other processes are worth their start."""
 ALL = (
-    Compiled("driver", "linear", _LINEAR, 0.9),
-    Compiled("driver", "one_token", f"({_LAYER}, int64, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 0.9),
+    Compiled("unit", "linear_on_unit", _LINEAR, 0.6),
+    Compiled("attention", "attend_many", f"({_PROMPT}, {_VECTOR}, {_ROWS})", 1.3),
+    Compiled("unit", "experts_on_unit", _MANY, 1.4),
+    Compiled("driver", "linear", _LINEAR, 1),
     Compiled("driver", "many_tokens", _MANY, 1.8),
-    Compiled("unit", "linear_on_unit", _LINEAR, 0.7),
-    Compiled("unit", "experts_on_unit", _MANY, 1.5),
-    Compiled("token", "attend", f"({_ROWS}, {_CACHE}, {_CACHE}, int64, float32, {_ROWS})", 0.4),
-    Compiled("attention", "attend_many", f"({_PROMPT}, {_VECTOR}, {_ROWS})", 1.4),
-    Compiled("token", "route", f"({_VECTOR}, {_VECTOR}, {_ROUTER}, uint32[::1], {_VECTOR})", 1),
-    Compiled("token", "rms_norm", f"({_ROWS}, {_ROWS}, {_ROWS}, {_NORM}, {_ROWS})", 0.4),
-    Compiled("steps", "steps", "(int64, int64, int64, int64, int64)", 1.5),
-    Compiled("token", "turned", f"({_ROWS}, {_NORM}, {_VECTOR}, {_VECTOR}, boolean, {_ROWS})", 0.4),
+    Compiled("steps", "steps", "(int64, int64, int64, int64, int64)", 1.6),
+    Compiled("driver", "one_token", f"({_LAYER}, int64, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 0.8),
+    Compiled("token", "attend", f"({_ROWS}, {_CACHE}, {_CACHE}, int64, float32, {_ROWS})", 0.3),
 )
-"""Every computation that a token may need."""
+"""Every computation that a token may need, in the order in which a prompt and then a token call them."""
 
 
 def needed() -> tuple[Compiled, ...]:
@@ -105,7 +100,7 @@ def needed() -> tuple[Compiled, ...]:
 
 @lru_cache(maxsize=1)
 def begin() -> None:
-    """Start the processes that compile what is not on disk; ``start.warmed`` waits for them."""
+    """Start the processes that compile what is not on disk; ``start.wait_for`` waits for them."""
     if start.unavailable() is not None:
         return
     missing = [each for each in needed() if not each.on_disk()]
@@ -133,9 +128,9 @@ def _started(missing: list[Compiled]) -> list[subprocess.Popen[bytes]]:
 
 
 def _shares(missing: list[Compiled], processes: int) -> list[list[Compiled]]:
-    """What each of at most ``processes`` compiles, so that they end at about one time."""
+    """What each of at most ``processes`` compiles in its turn, so that they end at about one time."""
     shares: list[list[Compiled]] = [[] for _ in range(min(processes, len(missing)))]
-    for each in sorted(missing, key=lambda each: -each.seconds):
+    for each in missing:
         min(shares, key=lambda share: sum(other.seconds for other in share)).append(each)
     return shares
 

@@ -28,7 +28,7 @@ LayerCall = Callable[[mx.array, Any, Any], mx.array]
 # Cosines and sines of a position, and whether neighbours are turned together.
 _Turn = tuple[np.ndarray, np.ndarray, bool]
 
-_NOTHING, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+_NOTHING = np.empty(0, np.float32)
 _UNTURNED: _Turn = (_NOTHING, _NOTHING, False)
 _FLOAT32, _KINDS = mx.float32, (nn.RMSNorm, ZeroCentredRMSNorm)
 _PARALLEL_FROM = 1 << 18  # products of a call of attention from which on all threads share the heads
@@ -61,7 +61,7 @@ def norm_row(module: Any) -> OnRow | None:
         token, out = _compiled(), np.empty(row.shape, np.float32)
         if token is None:
             return None
-        token.rms_norm(row, _NO_ROWS, row, stacks.float32(held["weight"]), centre, eps, out)
+        token.rms_norm(row, None, stacks.float32(held["weight"]), centre, eps, out)
         return out
 
     return run
@@ -164,7 +164,7 @@ def one_token(
         h = empty(x.shape, np.float32)
         module, centre, eps = first
         weight = module["weight"]
-        norm(x, _NO_ROWS, x, rows(weight.dtype, floats)(weight), centre, eps, h)
+        norm(x, None, rows(weight.dtype, floats)(weight), centre, eps, h)
         try:
             k, v = k_proj(h), v_proj(h)
         except NarrowError:
@@ -192,7 +192,7 @@ def one_token(
         module, centre, eps = second
         weight, both = module["weight"], empty((2, x.shape[1]), np.float32)
         scales = rows(weight.dtype, floats)(weight)
-        norm(x, output(seen.reshape(1, -1)), both[:1], scales, centre, eps, both[1:])
+        norm(x, output(seen.reshape(1, -1)), scales, centre, eps, both[1:], both[:1])
         return both
 
     def run(x: mx.array | np.ndarray, cache: Any) -> np.ndarray | None:
@@ -231,7 +231,6 @@ def _compiled() -> Any:
         return None
     from mlx_experts.engine.kernels.cpu import token
 
-    start.warmed()
     return token
 
 
