@@ -14,4 +14,3 @@ ME_INLINE me_uint me_marks(const me_uint* word) {
   return v;
 }
 ME_INLINE float me_fresh(const float* p) { return __ldcg(p); }
-ME_INLINE void me_seen() { __threadfence(); }

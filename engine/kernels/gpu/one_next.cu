@@ -26,6 +26,5 @@ ME_INLINE int me_next(const me_uint* state, int items, int group, int warp, int 
     if (lane == 0) *said = item;
   }
   __syncthreads();
-  me_seen();
   return *said;
 }

@@ -18,14 +18,17 @@ from mlx_experts.engine.kernels.request import Projection
 TILE = 16
 # Bytes of matrices from which on this form is chosen. Below, a warp a row has as little to wait for.
 _LEAST_BYTES = 1 << 20
+# With fewer tiles than this, of rows up to this width, a warp a row was as fast or faster.
+_FEW, _NARROW = 160, 4096
 # Bytes of memory that a block may have on any device.
 _ROOM = 99 * 1024
 # Warps that an H200 should hold: 132 multiprocessors with 16 warps of 128 registers a thread each.
 _MULTIPROCESSORS, _RESIDENT = 132, 16
 # Words of a row that a lane has on their way.
 _WORDS = 24
-# From this many tiles on, the tiles themselves fill the device; from the second on, several times over.
-_FULL, _MANY = 1024, 4096
+# Numbers of tiles at which other cuts were faster: blocks of several tiles read longer stretches of memory,
+# and the more tiles there are, the fewer words a warp need have on their way.
+_SOME, _FULL, _MANY = 320, 1024, 4096
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ class Matrices:
         return 1 if self.exact and self.dtype == mx.bfloat16 else 2
 
     @property
+    def tiles(self) -> int:
+        """Of 16 rows."""
+        return sum(-(-p.rows // TILE) for p in self.projections)
+
+    @property
     def bytes(self) -> int:
         """Of all weights, without scales."""
         return sum(p.rows * p.cols * p.bits // 8 for p in self.projections)
@@ -106,7 +114,8 @@ def chosen(asked: Matrices) -> TensorCut | None:
     """The cut where this form is the faster one, else None: float32, small or mixed matrices, old devices."""
     if not takes(asked) or asked.bytes < _LEAST_BYTES or not _has_tensor_cores():
         return None
-    return cut(asked)
+    small = asked.tiles < _FEW and asked.projections[0].cols <= _NARROW
+    return None if small and asked.head is None else cut(asked)
 
 
 def _has_tensor_cores() -> bool:
@@ -115,17 +124,23 @@ def _has_tensor_cores() -> bool:
 
 
 def cut(asked: Matrices) -> TensorCut:
-    """A group a head where heads are turned, else as many warps as fill the device, several a tile."""
+    """A group a head where heads are turned, else tiles and warps by how many tiles there are.
+
+    Measured on an H200 for 22 shapes (docs/benchmarks-h200.md).
+    """
     p = asked.projections[0]
-    most, words = mma.units(p, asked.halves), _words(p, asked.halves)
+    most, words, tiles = mma.units(p, asked.halves), _words(p, asked.halves), asked.tiles
     if asked.head is not None:
         tiles = asked.head // TILE
-        return TensorCut(tiles, _power(min(most, max(1, _RESIDENT // tiles))), words)
-    tiles = sum(-(-each.rows // TILE) for each in asked.projections)
+        return TensorCut(
+            tiles, _power(min(most, max(1, _RESIDENT // tiles))), words if tiles < 8 else min(words, 16)
+        )
     if tiles >= _MANY:
-        return TensorCut(4, _power(min(most, 2)), words)
+        return TensorCut(8, 1, 8, 24)
     if tiles >= _FULL:
-        return TensorCut(2, _power(min(most, 4)), words)
+        return TensorCut(4, _power(min(most, 2)), min(words, 16))
+    if tiles >= _SOME:
+        return TensorCut(4, _power(min(most, 4)), words)
     return TensorCut(1, _power(min(most, 16, max(1, _MULTIPROCESSORS * _RESIDENT // tiles))), words)
 
 

@@ -73,7 +73,6 @@ inline void me_mark(const unsigned* state, int item, int tid) {
   if (tid == 0) const_cast<unsigned*>(state)[item / 32] |= 1u << item % 32;
 }
 inline unsigned me_marks(const unsigned* word) { return *word; }
-inline void me_seen() {}
 
 inline unsigned me_bfloat(float v) { return host::to_bfloat(v); }
 inline unsigned me_bfloats(float low, float high) {

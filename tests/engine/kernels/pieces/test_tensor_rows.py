@@ -205,5 +205,12 @@ def test_public_sizes_are_taken_and_every_warp_has_work(width, rows, stored):
     assert how is not None
     assert how.split <= mma.units(held[0], form.halves)
     assert how.warps * form.halves <= 64
-    assert sum(-(-r // how.unit) for r in rows) >= 120
+    assert sum(-(-r // how.unit) for r in rows) >= 80
     assert np.log2(how.split) % 1 == 0
+
+
+def test_few_short_rows_stay_a_warp_a_row():
+    held = [Projection("affine", 4, 64, 2048, 4096, "bfloat16")]
+    form = tensor_rows.Matrices(held, mx.bfloat16, exact=True, head=None)
+    assert tensor_rows.takes(form)
+    assert tensor_rows.chosen(form) is None
