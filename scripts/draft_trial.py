@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -75,7 +75,7 @@ class Outcome:
 
 def described(cases: Path = CASES) -> list[str]:
     """Families with a case whose own file, and no plugin and no model of mlx-lm's, describes them whole."""
-    catalog = Catalog()
+    catalog, _ = _whole()
     with_case = sorted({meta.parent.parent.name for meta in cases.glob("*/*/case.json")})
     return [name for name in with_case if name in catalog.entries and _is_data(catalog.load(name))]
 
@@ -88,15 +88,24 @@ def _is_data(family: Family) -> bool:
     return family.backbone is None and kinds <= standard and not plugins and set(odd) == {"standard"}
 
 
+@cache
+def _whole() -> tuple[Catalog, dict[str, str | None]]:
+    """Every bundled family, read once, and what each extends."""
+    catalog = Catalog()
+    for name in catalog.names():
+        catalog.load(name)
+    return catalog, {name: catalog.stated(name).get("extends") for name in catalog.names()}
+
+
 @contextmanager
-def hidden(name: str) -> Iterator[Catalog]:
-    """The bundled families without one, and without those that extend it."""
+def hidden(name: str) -> Iterator[tuple[Catalog, Path]]:
+    """The bundled families without one, and without those that extend it; and a folder with their files."""
+    whole, extends = _whole()
+    gone = {other for other, base in extends.items() if name in (other, base)}
     with TemporaryDirectory() as folder:
-        whole = Catalog()
-        for other in whole.names():
-            if name not in (other, whole.stated(other).get("extends")):
-                shutil.copy(whole.path(other), folder)
-        yield Catalog(bundled=Path(folder))
+        for other in extends.keys() - gone:
+            (Path(folder) / f"{other}.yaml").symlink_to(whole.path(other))
+        yield whole.without(gone), Path(folder)
 
 
 @contextmanager
@@ -129,13 +138,12 @@ def trial(case: Path, view: str = "hub") -> Outcome:
     name = case.parent.name
     label = f"{name}/{case.name}"
     start = time.perf_counter()
-    own = Catalog().load(name)
-    with hidden(name) as catalog, unseen(case, view) as folder:
+    own = _whole()[0].load(name)
+    with hidden(name) as (catalog, base), unseen(case, view) as folder:
         try:
             draft = draft_family(Checkpoint.open(folder), catalog)
         except RegistryError as error:
             return Outcome(label, "", "refused", "refused", 0, time.perf_counter() - start, str(error))
-        base = catalog.folders[0]
         untouched, why = _verdict(draft.data, draft, base, folder, case)
         answered, why = _verdict(answers(draft, own), draft, base, folder, case)
     seconds = time.perf_counter() - start

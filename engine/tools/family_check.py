@@ -84,17 +84,19 @@ def build_tiny(family: Family, config: Mapping[str, Any], seed: int = 0) -> Lang
     args = ModelArgs(resolve(family, config), dict(config), None, str(config.get("model_type", "")))
     mx.random.seed(seed)
     model = build(args)
-    filled = [(name, _random(value)) for name, value in tree_flatten(model.parameters())]
+    numbers = np.random.default_rng(seed)
+    filled = [(name, _random(value, numbers)) for name, value in tree_flatten(model.parameters())]
     model.update(tree_unflatten(filled))
     model.eval()
     mx.eval(model.parameters())
     return model
 
 
-def _random(value: mx.array) -> mx.array:
+def _random(value: mx.array, numbers: np.random.Generator) -> mx.array:
     if not mx.issubdtype(value.dtype, mx.floating):
         return value
-    noise = mx.random.normal(value.shape)
+    # NumPy draws them ten times as fast as MLX on a CPU, which would be most of the time of a build.
+    noise = mx.array(numbers.standard_normal(value.shape, np.float32))
     if value.ndim == 1:
         # Norm weights, biases, decay rates: near what their module starts with, but never equal.
         return value + 0.1 * noise

@@ -42,9 +42,9 @@ DTYPES = {
 """MLX's dtype by the name in a safetensors header, for those that MLX has itself."""
 SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 """The name in a header by MLX's dtype."""
-# Eight-bit floats keep their bytes.
-_MLX_DTYPES = {**DTYPES, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8}
 _OWN_DTYPES = {"F4": mx.uint8, "F8_E5M2": mx.uint8, "F64": mx.float32}
+# Eight-bit floats keep their bytes.
+_KNOWN_DTYPES = {**DTYPES, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8, **_OWN_DTYPES}
 
 
 def load_arrays(
@@ -164,15 +164,14 @@ def array_dtype(info: TensorInfo) -> mx.Dtype:
     Raises:
         CheckpointError: it has no form in MLX.
     """
-    known = _MLX_DTYPES | _OWN_DTYPES
-    if info.dtype not in known:
+    if info.dtype not in _KNOWN_DTYPES:
         raise CheckpointError(
             "A tensor's dtype has no form in MLX.",
             where=f"{info.file}: {info.name}",
-            expected=", ".join(known),
+            expected=", ".join(_KNOWN_DTYPES),
             found=info.dtype,
         )
-    return known[info.dtype]
+    return _KNOWN_DTYPES[info.dtype]
 
 
 def array_shape(info: TensorInfo) -> tuple[int, ...]:

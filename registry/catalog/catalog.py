@@ -6,10 +6,11 @@ names that each file answers to are read from its first lines.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -106,6 +107,13 @@ class Catalog:
     def names(self) -> list[str]:
         """Names of all families, sorted."""
         return sorted(self.entries)
+
+    def without(self, hidden: Container[str]) -> Catalog:
+        """The same families but some; nothing that was read here is read again."""
+        made = copy.copy(self)
+        made.entries = {name: entry for name, entry in self.entries.items() if name not in hidden}
+        made._loaded = {name: family for name, family in self._loaded.items() if name not in hidden}
+        return made
 
     def load(self, name: str) -> Family:
         """The validated family of this name.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import stat
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,13 @@ def header_length(start: bytes, file_bytes: int, file: str) -> int:
     return length
 
 
+@lru_cache(maxsize=1)
 def parse_header(
     raw: bytes, file_bytes: int, file: str, *, length: int | None = None, complete: bool = True
 ) -> Header:
     """Check the JSON of a header against the size of its file.
+
+    The last one is kept: a file's header is read again when its tensors are, and seldom is another then.
 
     Args:
         raw: the header, without the 8 bytes of length.

@@ -130,20 +130,33 @@ def text_level(config: dict[str, Any]) -> dict[str, Any]:
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every literal of a plan by its path, without the family and the config."""
+    return _leaves(value, path, {})
+
+
+def _leaves(
+    value: Any, path: str, known: dict[int, tuple[Any, list[tuple[str, Any]]]]
+) -> Iterator[tuple[str, Any]]:
+    """The same.
+
+    Args:
+        known: a section's own, by its identity: alike layers share their sections.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             if field.name not in ("family", "config", "checkpoint"):
-                yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+                yield from _leaves(getattr(value, field.name), f"{path}.{field.name}", known)
     elif hasattr(value, "model_dump"):
-        yield from leaves(value.model_dump(), path)
+        if id(value) not in known:
+            known[id(value)] = value, list(_leaves(value.model_dump(), "", known))
+        yield from ((f"{path}{below}", each) for below, each in known[id(value)][1])
     elif isinstance(value, dict):
         for key, each in value.items():
             # What a rotation comes to stands beside its parameters.
             if key not in ("rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section"):
-                yield from leaves(each, f"{path}.{key}")
+                yield from _leaves(each, f"{path}.{key}", known)
     elif isinstance(value, list | tuple):
         for i, each in enumerate(value):
-            yield from leaves(each, f"{path}[{i}]")
+            yield from _leaves(each, f"{path}[{i}]", known)
     elif not (isinstance(value, float) and math.isinf(value)):
         yield path, value
 

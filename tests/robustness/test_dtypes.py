@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,18 @@ def encoded(value: np.ndarray, dtype: str) -> bytes:
 def write(folder: Path, tensors: Mapping[str, mx.array], odd: str, dtype: str, config: Any) -> Path:
     """A checkpoint in which one tensor has its shape and another dtype; written without a library."""
     header: dict[str, Any] = {}
-    body = b""
+    body, end = [], 0
     spelled = {mx.float32: "F32", mx.uint32: "U32", mx.uint8: "U8"}
     for name, value in tensors.items():
         kind = dtype if name == odd else spelled[value.dtype]
         held = np.array(value)
         raw = encoded(held, kind) if name == odd else held.tobytes()
-        header[name] = {"dtype": kind, "shape": list(value.shape)}
-        header[name]["data_offsets"] = [len(body), len(body) + len(raw)]
-        body += raw
+        header[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [end, end + len(raw)]}
+        body.append(raw)
+        end += len(raw)
     text = json.dumps(header).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    (folder / "model.safetensors").write_bytes(b"".join([struct.pack("<Q", len(text)), text, *body]))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -81,23 +82,37 @@ def kinds(lab: Any, name: str, packed: bool) -> tuple[Any, dict[str, mx.array], 
     return model, stored, parts, {**config, "quantization": {"bits": 4, "group_size": 32}}
 
 
+@pytest.fixture(scope="module")
+def truths(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], dict[str, mx.array]]:
+    """The parameters of a model whose tensors all have their own dtypes, loaded once."""
+
+    @functools.cache
+    def loaded(name: str, packed: bool) -> dict[str, mx.array]:
+        _, tensors, _, config = kinds(lab, name, packed)
+        folder = lab.write(tmp_path_factory.mktemp("truth"), tensors, config)
+        found: dict[str, mx.array] = lab.parameters(lab.load(folder)[0])
+        return found
+
+    return loaded
+
+
 @pytest.mark.report("C4")
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("packed", [False, True], ids=["float", "packed"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
 @pytest.mark.parametrize("dtype", BITS)
 def test_every_dtype_of_every_kind_of_tensor_is_right_or_refused_by_name_and_dtype(
-    dtype: str, name: str, packed: bool, lab: Any, tmp_path: Path
+    dtype: str, name: str, packed: bool, lab: Any, truths: Any, tmp_path: Path
 ) -> None:
     _, tensors, found, config = kinds(lab, name, packed)
-    truth, _, _ = lab.load(lab.write(tmp_path / "truth", tensors, config))
+    rounded = truths(name, packed)
     for kind, odd in found.items():
         own = {mx.float32: "F32", mx.uint32: "U32", mx.uint8: "U8"}[tensors[odd].dtype]
         if dtype == own or (BITS[dtype] < 8 and tensors[odd].size * BITS[dtype] % 8):
             continue
         folder = write(tmp_path / kind.replace(" ", "_"), tensors, odd, dtype, config)
         if own == "F32" and dtype in FLOATS:
-            held, rounded = lab.parameters(lab.load(folder)[0]), lab.parameters(truth)
+            held = lab.parameters(lab.load(folder)[0])
             bound = 2.0**-7 if dtype == "BF16" else 2.0**-10
             assert all(mx.allclose(held[n], v, rtol=bound, atol=1e-5).item() for n, v in rounded.items())
             assert inspect_checkpoint(Checkpoint.open(folder)).loadable

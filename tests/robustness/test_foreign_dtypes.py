@@ -126,7 +126,7 @@ def write(
 ) -> bool:
     """A checkpoint in which one tensor has another dtype; says whether its values are the same."""
     header: dict[str, Any] = {}
-    body = b""
+    body, end = [], 0
     same = True
     for name, array in tensors.items():
         value, kind = np.array(array), kinds[name]
@@ -135,15 +135,12 @@ def write(
             kept = held(value, kind, dtype)
             same, kind = kept is not None, dtype
             raw = kept if kept is not None else bytes([1] * (value.size * BITS[dtype] // 8))
-        header[name] = {
-            "dtype": kind,
-            "shape": list(value.shape),
-            "data_offsets": [len(body), len(body) + len(raw)],
-        }
-        body += raw
+        header[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [end, end + len(raw)]}
+        body.append(raw)
+        end += len(raw)
     text = json.dumps(header).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    (folder / "model.safetensors").write_bytes(b"".join([struct.pack("<Q", len(text)), text, *body]))
     (folder / "config.json").write_text(json.dumps(config))
     return same
 

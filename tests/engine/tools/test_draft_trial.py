@@ -77,8 +77,12 @@ def has_newer(case: Path) -> bool:
 
 
 def test_a_hidden_family_is_hidden_with_all_that_extends_it(script: ModuleType) -> None:
-    with script.hidden("glm4_moe") as catalog, script.unseen(script.cases_of(["glm4_moe"])[0]) as folder:
+    with (
+        script.hidden("glm4_moe") as (catalog, left),
+        script.unseen(script.cases_of(["glm4_moe"])[0]) as folder,
+    ):
         assert not {"glm4_moe", "dots1", "solar_open"} & set(catalog.names())
+        assert {path.stem for path in left.iterdir()} == set(catalog.names())
         config = Checkpoint.open(folder).config
         assert "Glm4MoeForCausalLM" not in config["architectures"]
         assert config["model_type"] == "glm4_moe_unseen"
