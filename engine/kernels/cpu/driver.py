@@ -17,6 +17,7 @@ from numba import get_num_threads, njit, prange, set_num_threads
 
 from mlx_experts.engine.kernels.cpu.numba_forms import (
     Forms,
+    Part,
     address,
     as_float,
     call_activation,
@@ -157,39 +158,6 @@ def _output_task(task, context):  # type: ignore[no-untyped-def]
     release(part, total)
 
 
-def _run(  # type: ignore[no-untyped-def]
-    loop, hidden_task, output_task, gated, gate_, up_, down_, act, alpha, limit, num_experts, at_once, x,
-    indices_, weights, out
-):  # fmt: skip
-    """Fill ``out`` [H]; returns -1, or the position of the first index that is no expert.
-
-    The input is laid out once for gate and once for up, since their formats may differ. A task of the down
-    projection takes ``at_once`` rows.
-    """
-    gate, up, down, indices = address(gate_), address(up_), address(down_), address(indices_)
-    top_k, h, f = indices_.size, x.size, number(up, ROWS)
-    for k in range(top_k):
-        if whole32(indices, k) < 0 or whole32(indices, k) >= num_experts:
-            return k
-    x_up, up_sums = zeros(h * 4), room(8 * number(up, BLOCKS))
-    lay_out(up, address(x), 0, h, x_up, up_sums)
-    x_gate, gate_sums = zeros(h * 4), room(8 * number(gate, BLOCKS))
-    if gated:
-        lay_out(gate, address(x), 0, h, x_gate, gate_sums)
-
-    tasks = (f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
-    hidden, hidden_sums = zeros(top_k * f * 4), room(top_k * 8 * number(down, BLOCKS))
-    context = packed(
-        gated, gate, up, down, act, alpha, limit, tasks, indices, x_up, up_sums, x_gate, gate_sums, hidden,
-        hidden_sums,
-    )  # fmt: skip
-    call_loop(loop, hidden_task, top_k * tasks, context)
-    context = packed(down, f, h, top_k, indices, address(weights), hidden, hidden_sums, address(out), at_once)
-    call_loop(loop, output_task, (h + at_once - 1) // at_once, context)
-    release(x_up, up_sums, x_gate, gate_sums, hidden, hidden_sums)
-    return -1
-
-
 @njit(error_model="numpy")
 def _spread(stack, values, row):  # type: ignore[no-untyped-def]
     """Put an input in the order of decoded rows, and zeros behind it."""
@@ -249,16 +217,6 @@ def _completed(stack, expert, row, value):  # type: ignore[no-untyped-def]
     return value
 
 
-def _few_inputs(task, context):  # type: ignore[no-untyped-def]
-    """Some rows of a matrix times a few inputs, straight from the packed rows."""
-    stack, count, width, planes, sums, out = unpacked(context, 6)
-    rows, first = number(stack, ROWS), task * ROWS_AT_ONCE
-    some = min(ROWS_AT_ONCE, rows - first)
-    for r in range(count):
-        summed = sums + r * 8 * number(stack, BLOCKS)
-        expert_rows(stack, 0, first, some, planes + r * width * 4, summed, out + (r * rows + first) * 4)
-
-
 def _many_inputs(part, context):  # type: ignore[no-untyped-def]
     """One share of a matrix's rows times many inputs, by tiles."""
     stack, dot, shares, count, height, inputs, outputs, out = unpacked(context, 8)
@@ -275,21 +233,10 @@ def _many_inputs(part, context):  # type: ignore[no-untyped-def]
     release(scratch)
 
 
-def _linear(  # type: ignore[no-untyped-def]
-    loop, few_inputs, many_inputs, stack_, dot, parts, x, out
-):
-    """Fill ``out`` [R, N] with the products of one matrix with the rows of ``x`` [R, M]."""
+def _linear(loop, many_inputs, stack_, dot, parts, x, out):  # type: ignore[no-untyped-def]
+    """Fill ``out`` [R, N] with the products of one matrix with the rows of ``x`` [R, M], by tiles."""
     stack, from_x, to_out = address(stack_), address(x), address(out)
     count, width, rows = x.shape[0], x.shape[1], number(stack, ROWS)
-    if count <= FEW:
-        planes, sums = zeros(count * width * 4), room(count * 8 * number(stack, BLOCKS))
-        for r in range(count):
-            to_sums = sums + r * 8 * number(stack, BLOCKS)
-            lay_out(stack, from_x + r * width * 4, 0, width, planes + r * width * 4, to_sums)
-        context = packed(stack, count, width, planes, sums, to_out)
-        call_loop(loop, few_inputs, (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, context)
-        release(planes, sums)
-        return
     each = number(stack, PADDED) * 4
     spread, inputs, outputs = room(count * each), room(count * 8), room(count * 8)
     for r in range(count):
@@ -508,9 +455,10 @@ def start_threads() -> None:
             del os.environ[name]
 
 
-one_token = Forms(_run, _hidden_task, _output_task)
+HIDDEN, OUTPUT = Part(_hidden_task), Part(_output_task)
+"""One token's experts in two steps; see ``steps``."""
 many_tokens = Forms(_run_many, _hidden_share, _output_share)
-linear = Forms(_linear, _few_inputs, _many_inputs)
+linear = Forms(_linear, _many_inputs)
 
 
 @njit(parallel=True, cache=False)

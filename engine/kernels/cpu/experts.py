@@ -8,7 +8,7 @@ Legend: T tokens, E experts, K experts of a token, H model width, F expert width
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +41,7 @@ class Layout:
     count: int
     bytes_each: int
     order: np.ndarray
+    _steps: dict[int, Any] = field(default_factory=dict)  # of one token, by its experts
 
     @classmethod
     def of(cls, experts: ExpertWeights, activations: Activations) -> Layout:
@@ -78,24 +79,42 @@ class Layout:
             IndexError: an index is not an expert.
         """
         driver, chosen = start.compiled(), chosen.view(np.int32)
+        if len(x) == 1:
+            self._one(x[0], chosen[0], shares[0], out[0])
+            return
         large = self.bytes_each * chosen.size >= start.PARALLEL_FROM
         matrices = (self.gated, self.gate.numbers, self.up.numbers, self.down.numbers)
         layer = (*matrices, self.activation.address, *self.constants, self.count)
-        if len(x) == 1:
-            at_once = start.outputs_at_once(x.shape[1])
-            bad = start.run(driver.one_token, large, *layer, at_once, x[0], chosen[0], shares[0], out[0])
+        if not some_left:
+            out[...] = 0
+        order = (self.order if turn is None else turn, some_left)
+        if all(plan.on_unit for plan in (self.gate, self.up, self.down)):
+            how = (stacks.tile_shapes(), start.shares() if large else 1, *order)
+            bad = self._on_unit(large, (*layer, *how), x, chosen, shares, out)
         else:
-            if not some_left:
-                out[...] = 0
-            order = (self.order if turn is None else turn, some_left)
-            if all(plan.on_unit for plan in (self.gate, self.up, self.down)):
-                how = (stacks.tile_shapes(), start.shares() if large else 1, *order)
-                bad = self._on_unit(large, (*layer, *how), x, chosen, shares, out)
-            else:
-                how = (stacks.dot_function().address, start.parts() if large else 1, *order)
-                bad = start.run(driver.many_tokens, large, *layer, *how, x, chosen, shares, out)
+            how = (stacks.dot_function().address, start.parts() if large else 1, *order)
+            bad = start.run(driver.many_tokens, large, *layer, *how, x, chosen, shares, out)
         if bad >= 0:
             raise IndexError(f"expert {chosen.reshape(-1)[bad]} of {self.count}")
+
+    def _one(self, x: np.ndarray, chosen: np.ndarray, shares: np.ndarray, out: np.ndarray) -> None:
+        """As :meth:`run` for one token, in vectors."""
+        wrong = np.flatnonzero((chosen < 0) | (chosen >= self.count))
+        if wrong.size:
+            raise IndexError(f"expert {chosen[wrong[0]]} of {self.count}")
+        made = self._steps.get(chosen.size)
+        if made is None:
+            from mlx_experts.engine.kernels.cpu.steps import StepList
+
+            steps = StepList(self.bytes_each * chosen.size)
+            inputs, places = steps.lay_out(0, x.size, (self.up, self.gate))
+            made = steps, inputs, steps.run_experts(self, places, chosen.size, x.size)
+            self._steps[chosen.size] = made
+        steps, inputs, into = made
+        with start.LOCK:
+            inputs[0], into.chosen[...], into.shares[...] = x.ctypes.data, chosen, shares
+            steps.run()
+            out[...] = into.out
 
     def _on_unit(
         self,

@@ -39,6 +39,7 @@ class FusedLinear:
     def _place(self) -> None:
         self._addresses = addresses(self.arrays)
         self._plan = stacks.plan(self._stack, self._activations)
+        self._steps: dict[int, Any] = {}  # by rows
 
     def _stay(self) -> None:
         """Read the arrays where they lie now."""
@@ -79,13 +80,32 @@ class FusedLinear:
 
     def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out`` [R, N] from float32 rows [R, M]."""
+        driver, plan = start.compiled(), self._plan
         large = self.nbytes * len(rows) >= start.PARALLEL_FROM
-        parts, plan, driver = start.parts() if large else 1, self._plan, start.compiled()
-        if len(rows) > 1 and plan.on_unit:
+        if len(rows) <= (driver.FEW if not plan.on_unit else 1):
+            self._few(rows, out)
+        elif plan.on_unit:
             parts = start.shares() if large else 1
             start.run(linear_on_unit(), large, plan.numbers, stacks.tile_shapes(), parts, rows, out)
         else:
+            parts = start.parts() if large else 1
             start.run(driver.linear, large, plan.numbers, stacks.dot_function().address, parts, rows, out)
+
+    def _few(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """As :meth:`fill` for a few rows, straight from the packed weights."""
+        count = len(rows)
+        made = self._steps.get(count)
+        if made is None:
+            from mlx_experts.engine.kernels.cpu.steps import StepList
+
+            steps, width = StepList(self.nbytes * count), self.columns
+            inputs, places = steps.lay_out(0, width, (self._plan,), count)
+            made = steps, inputs, steps.multiply((self._plan,), places, (0,), count)
+            self._steps[count] = made
+        steps, inputs, outputs = made
+        with start.LOCK:
+            inputs[0], outputs[5] = rows.ctypes.data, out.ctypes.data
+            steps.run()
 
 
 def linear_on_unit() -> Any:

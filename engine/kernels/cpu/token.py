@@ -57,17 +57,19 @@ LAID_OUT = 3  # numbers of a matrix for which an input is laid out: stack, input
 def _normed(task, context):  # type: ignore[no-untyped-def]
     """A row, or its sum with a branch, through a norm where there is one, and laid out for some matrices."""
     x, branch, total, norm, weight, centre, eps, width, out, matrices, count = unpacked(context, 11)
-    values = x
+    values = x + task * width * 4
     if branch != 0:
         for i in range(width):
-            write(total, i, read(x, i) + read(branch, i))
+            write(total, i, read(values, i) + read(branch, i))
         values = total
     if norm != 0:
         norm_row(values, width, weight, as_float(centre), as_float(eps), out)
         values = out
     for i in range(count):
         at = matrices + i * LAID_OUT * 8
-        driver.lay_out(number(at, 0), values, 0, width, number(at, 1), number(at, 2))
+        stack, planes, sums = number(at, 0), number(at, 1), number(at, 2)
+        sums += task * 8 * number(stack, driver.BLOCKS)
+        driver.lay_out(stack, values, 0, width, planes + task * width * 4, sums)
 
 
 # Not fast itself: what it calls would inherit that in some processes and not in others.

@@ -81,10 +81,9 @@ ALL = (
     Compiled("unit", "linear_on_unit", _LINEAR, 0.6),
     Compiled("attention", "attend_many", f"({_PROMPT}, {_VECTOR}, {_ROWS})", 1.3),
     Compiled("unit", "experts_on_unit", _MANY, 1.4),
-    Compiled("driver", "linear", _LINEAR, 1),
+    Compiled("driver", "linear", _LINEAR, 0.9),
     Compiled("driver", "many_tokens", _MANY, 1.8),
-    Compiled("steps", "steps", "(int64, int64, int64, int64, int64)", 1.6),
-    Compiled("driver", "one_token", f"({_LAYER}, int64, {_VECTOR}, int32[::1], {_VECTOR}, {_VECTOR})", 0.8),
+    Compiled("steps", "steps", "(int64, int64, int64, int64, int64)", 1.9),
     Compiled("token", "attend", f"({_ROWS}, {_CACHE}, {_CACHE}, int64, float32, {_ROWS})", 0.3),
 )
 """Every computation that a token may need, in the order in which a prompt and then a token call them."""
@@ -94,7 +93,7 @@ def needed() -> tuple[Compiled, ...]:
     """What a model's first token needs on this machine."""
     from mlx_experts.engine.kernels.cpu.products import amx
 
-    other = ("many_tokens",) if amx.available() else ("linear_on_unit", "experts_on_unit")
+    other = ("linear", "many_tokens") if amx.available() else ("linear_on_unit", "experts_on_unit")
     return tuple(each for each in ALL if each.name not in other)
 
 

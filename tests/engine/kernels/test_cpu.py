@@ -15,7 +15,7 @@ from mlx_experts.engine.dispatch.policy import Policy
 from mlx_experts.engine.kernels import activations, expert_weights, naive
 from mlx_experts.engine.kernels.cpu import driver as cpu_driver
 from mlx_experts.engine.kernels.cpu import experts as cpu
-from mlx_experts.engine.kernels.cpu import stacks, start, unit
+from mlx_experts.engine.kernels.cpu import stacks, start, steps, unit
 from mlx_experts.engine.kernels.cpu.products import amx
 from mlx_experts.engine.kernels.cpu.products import rows as cpu_rows
 from mlx_experts.engine.kernels.request import Accept, Projection
@@ -156,7 +156,7 @@ def test_one_thread_at_a_time_is_in_the_compiled_code(container, token, monkeypa
         return -1
 
     forms = SimpleNamespace(parallel=entered, serial=entered)
-    monkeypatch.setattr(start, "compiled", lambda: SimpleNamespace(one_token=forms))
+    monkeypatch.setattr(steps, "steps", forms)
     threads = [threading.Thread(target=run, args=call) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -259,7 +259,8 @@ MUTATIONS = {
     "last blocks": (cpu_rows, "return sorted({LANES, last} | middle", "return sorted({LANES} | middle"),
     "last rows of a task": (cpu_rows, "builder.sub(count, done)", "builder.sub(done, done)"),
     "expert weight": (cpu_driver, "read(weights, k)", "read(weights, 0)"),
-    "last task": (cpu_driver, "(f + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE", "f // ROWS_AT_ONCE"),
+    "last task": (steps, "-(-f // driver.ROWS_AT_ONCE)", "f // driver.ROWS_AT_ONCE"),
+    "last outputs": (steps, "-(-h // at_once)", "h // at_once"),
     "sums": (cpu_driver, "write(sums, block, total)", "write(sums, block, total + total)"),
 }
 
@@ -273,14 +274,17 @@ def test_a_planted_fault_is_caught(container, token, stored, monkeypatch, name):
     monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
     exec(compile(text.replace(right, wrong), "<mutant>", "exec"), mutant.__dict__)
     if module is cpu_driver:
-        monkeypatch.setattr(start, "_numba", lambda: mutant)
+        monkeypatch.setattr(cpu_driver, "HIDDEN", mutant.HIDDEN)
+        monkeypatch.setattr(cpu_driver, "OUTPUT", mutant.OUTPUT)
+    elif module is steps:
+        monkeypatch.setattr(steps, "StepList", mutant.StepList)
     else:
         monkeypatch.setattr(stacks, "rows_function", mutant.rows_product)
         monkeypatch.setattr(cpu_rows, "blocks_of", mutant.blocks_of)
     # 3-bit groups of 32 leave blocks over after whole steps, a step at 4 bits holds several groups, and
     # 33 plain rows leave rows over.
     shape = {"hidden": 160, "width": 160, "stored": stored("affine", 4 if name == "group" else 3, 32)}
-    if name == "last rows of a task":
+    if name in ("last rows of a task", "last outputs"):
         shape = {"hidden": 33, "width": 65}
     experts = expert_weights.read(container(**shape, bias=True), activations.make("swiglu"))
     call = token(hidden=shape["hidden"], top_k=3)

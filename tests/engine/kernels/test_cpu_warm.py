@@ -44,7 +44,7 @@ def test_a_fresh_machine_compiles_in_several_processes_what_its_first_tokens_cal
     started, texts, called, *rest = run.stdout.split(maxsplit=3)
     assert int(started) >= (2 if len(os.sched_getaffinity(0)) > 1 else 0), run.stderr[-800:]
     assert int(texts) == 3
-    assert int(called) >= 6
+    assert int(called) >= 4
     # Every function came from the disk, with the one signature that was compiled ahead.
     assert rest == ["[] []\n"]
 
