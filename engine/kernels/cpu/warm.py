@@ -129,9 +129,9 @@ def _started(missing: list[Compiled]) -> list[subprocess.Popen[bytes]]:
 def _shares(missing: list[Compiled], processes: int) -> list[list[Compiled]]:
     """What each of at most ``processes`` compiles in its turn, so that they end at about one time."""
     shares: list[list[Compiled]] = [[] for _ in range(min(processes, len(missing)))]
-    for each in missing:
+    for each in sorted(missing, key=lambda each: -each.seconds):
         min(shares, key=lambda share: sum(other.seconds for other in share)).append(each)
-    return shares
+    return [sorted(share, key=missing.index) for share in shares]
 
 
 def main(names: list[str]) -> None:
