@@ -1,9 +1,9 @@
 """Launches A and B as one, for one token's experts that are small beside the device.
 
-A launch costs the GPU a microsecond and the host several, and the weights of launch B wait for the last block
-of launch A. Here every block computes its part of ``act``, asks for its part of the down weights, and waits
-until all of ``act`` is there. Blocks mark what they have done in words that the launch before leaves at zero.
-A block that has waited long computes what nobody has marked: so none waits for a block that does not run yet.
+A launch costs the host several microseconds, which is what a token of small experts waits for; the GPU itself
+is a little slower so. Every block computes its part of ``act``, asks for its part of the down weights, and
+waits until all of ``act`` is there. Blocks mark what they have done in words that the launch before leaves at
+zero. One that has waited long computes what nobody has marked: so none waits for a block that does not run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _PATIENCE = 64
 _MOST_ITEMS = WARP * 32
 # One round in each part: two launches have more on their way where there are more.
 _MOST_ROUNDS = 2
-_WARPS = range(8, 33, 2)
+# More warps leave a thread fewer registers than both parts need.
+_WARPS = range(8, 25, 2)
 _SPLITS = (4, 2, 1)
 
 
