@@ -8,7 +8,8 @@ a write into one of them needs no notice; what unpacks their arrays (a prepared 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -99,6 +100,18 @@ class VersionedModule(nn.Module):
         self._bound.held = (version, steps)
         return steps
 
+    def apply_to_modules(self, apply_fn: Callable[[str, nn.Module], Any]) -> Self:
+        """As MLX's, module by module in its order, which builds a tree of each module's children first.
+
+        Loading goes through a model some six times.
+        """
+        pending: list[tuple[str, nn.Module]] = [("", self)]
+        while pending:
+            path, module = pending.pop()
+            apply_fn(path, module)
+            _add_modules(module.items(), f"{path}." if path else "", pending)
+        return self
+
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         if "_version" in self.__dict__:
@@ -116,6 +129,17 @@ class VersionedModule(nn.Module):
         value = super().pop(*arguments)
         self._version.raised()
         return value
+
+
+def _add_modules(items: Iterable[tuple[Any, Any]], prefix: str, found: list[tuple[str, nn.Module]]) -> None:
+    """Add the modules directly in a module, and those in its lists and dictionaries, with their paths."""
+    for key, value in items:
+        if isinstance(value, nn.Module):
+            found.append((f"{prefix}{key}", value))
+        elif isinstance(value, dict):
+            _add_modules(value.items(), f"{prefix}{key}.", found)
+        elif isinstance(value, list):
+            _add_modules(enumerate(value), f"{prefix}{key}.", found)
 
 
 class Holder(VersionedModule):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_experts.engine.dispatch.trace import trace
@@ -27,16 +30,26 @@ def _runs_here(view: View) -> bool:
     return backbone is None or not backbone.needs_metal or mx.metal.is_available()
 
 
+@lru_cache(maxsize=1)
+def inspected(folder: Path) -> list[dict[str, Any]]:
+    """What inspecting tells of every layer and number of rows."""
+    return inspect_checkpoint(Checkpoint.open(folder)).paths
+
+
+@lru_cache(maxsize=1)
+def loaded(folder: Path) -> nn.Module:
+    return load_model(folder)[0]
+
+
 def said(folder: Path, rows: int) -> dict[tuple[str, str], int]:
     """Layers by path and rule, as inspecting tells them."""
-    paths: list[dict[str, Any]] = inspect_checkpoint(Checkpoint.open(folder)).paths
-    found = [row for row in paths if row["rows"] == rows]
+    found = [row for row in inspected(folder) if row["rows"] == rows]
     return {(row["path"], row["reason"].partition(":")[0]): row["layers"] for row in found}
 
 
 def taken(folder: Path, rows: int) -> dict[tuple[str, str], int]:
     """The same of calls with this many tokens, as the trace saw them."""
-    model, _ = load_model(folder)
+    model = loaded(folder)
     trace.reset()
     mx.eval(model(mx.array([[5]] * rows)))
     # A layer that runs several times is one layer, with shared experts that the router weighs as well.
@@ -47,6 +60,7 @@ def taken(folder: Path, rows: int) -> dict[tuple[str, str], int]:
     return counts
 
 
+# The rows come first, so that a view is loaded once.
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("view", [view for view in HUB if _runs_here(view)], ids=lambda view: view.id)
 def test_inspect_foresees_the_path_of_every_layer(view: View, rows: int) -> None:
@@ -54,6 +68,17 @@ def test_inspect_foresees_the_path_of_every_layer(view: View, rows: int) -> None
         assert said(folder, rows) == taken(folder, rows)
 
 
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """Nothing is kept from before, or for later."""
+    for kept in (inspected, loaded):
+        kept.cache_clear()
+    yield
+    for kept in (inspected, loaded):
+        kept.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
 def test_a_machine_without_the_kernel_is_told_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "unavailable", lambda: Decline("numba", "numba", "none", "Install it."))
     folder = CASES / "mixtral" / "base" / "hub"

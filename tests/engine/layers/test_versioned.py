@@ -148,3 +148,13 @@ def test_bound_steps_hold_no_parameter_of_their_own() -> None:
     names = [name for name, _ in tree_flatten(model.parameters())]
     mx.eval(model(IDS))
     assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_are_those_that_mlx_finds_in_its_order(name: str) -> None:
+    model = tiny(name)
+    model.extra = {"listed": [nn.Linear(2, 2), [nn.Linear(2, 2)], mx.zeros(1)], "array": mx.zeros(1)}
+    found: list[tuple[str, nn.Module]] = []
+    nn.Module.apply_to_modules(model, lambda path, module: found.append((path, module)))
+    assert [path for path, _ in model.named_modules()] == [path for path, _ in found]
+    assert all(a is b for a, (_, b) in zip(model.modules(), found, strict=True))
