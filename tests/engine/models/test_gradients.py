@@ -48,9 +48,11 @@ def test_gradients_reach_the_experts_and_are_finite(name: str, rows: int) -> Non
         assert all(mx.abs(v).max().item() > 0 for v in weights)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
-def test_a_gradient_is_the_slope_of_the_loss(name: str) -> None:
-    """Along one random direction of the first router, where the picks stay the same.
+@pytest.mark.parametrize(
+    ("name", "seed"), [("qwen3_moe", 3), ("deepseek_v3", 1), ("granitemoe", 1), ("gpt_oss", 3)]
+)
+def test_a_gradient_is_the_slope_of_the_loss(name: str, seed: int) -> None:
+    """Along one random direction of the first router, in which the picks stay the same.
 
     (phimoe's weights hardly ever move: what is not picked is masked before the softmax.)
     """
@@ -60,7 +62,7 @@ def test_a_gradient_is_the_slope_of_the_loss(name: str) -> None:
     path, block = next((p, m) for p, m in model.named_modules() if isinstance(m, MoE))
     leaf = f"{path}.{family.moe.router.path}.weight"
     start = dict(tree_flatten(model.parameters()))[leaf]
-    mx.random.seed(3)
+    mx.random.seed(seed)
     direction = mx.random.normal(start.shape)
     _, gradients = nn.value_and_grad(model, loss)(model, ids)
     slope = (dict(tree_flatten(gradients))[leaf] * direction).sum().item()
