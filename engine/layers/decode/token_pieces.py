@@ -302,7 +302,9 @@ class TokenPieces:
         last = ["h"]
         if self._head is not None:
             last.append("logits")
-            self._tally(-1, self._head.name, _words(self._steps[-1], self._device))
+            last = self._steps[-1]
+            assert isinstance(last, Pure)
+            self._tally(-1, self._head.name, _words(last, self._device))
         kept = [name for names in self._memory.values() for name in names]
         self._run = Merged(self._steps, (*last, *kept), self._compiled)
 
@@ -362,8 +364,8 @@ def _remembers(cache: Any) -> bool:
     return all(array is not None for array in cache.cache)
 
 
-def _words(step: Step, device: Device) -> str:
-    if isinstance(step, Pure) and isinstance(step.fused, Decline):
+def _words(step: Pure, device: Device) -> str:
+    if isinstance(step.fused, Decline):
         return f"{step.name}: plain MLX, {step.fused}"
     return f"{step.name}: {device}"
 
