@@ -33,6 +33,7 @@ class Routed:
         self.top_k, self.biased = steps.top_k, steps.bias
         self.how = (
             _SCORES.index(steps.score),
+            token.WITHOUT_GROUPS.address if 1 < steps.groups > steps.keep_groups else 0,
             steps.groups,
             steps.keep_groups,
             steps.group_score == "top2_sum",
