@@ -41,13 +41,20 @@ class _Own:
 _OWN: weakref.WeakKeyDictionary[KVCache, _Own] = weakref.WeakKeyDictionary()
 
 
-def next_place(cache: KVCache) -> Place | None:
-    """Where the next position goes; None for an empty cache, or one of several sequences.
+def next_place(cache: KVCache, groups: int, width: int, depth: int) -> Place | None:
+    """Where the next position goes; None for an empty cache, several sequences, or arrays of another shape.
 
     The caller writes it, and raises the cache's offset.
+
+    Args:
+        groups: g; ``width`` is d, and ``depth`` e.
     """
     keys, values, position = cache.keys, cache.values, cache.offset
-    if not position or keys.shape[0] != 1 or values.dtype != keys.dtype:
+    if not position or values.dtype != keys.dtype:
+        return None
+    rows = keys.shape[2]
+    # A cache may come from a file, and nothing behind this looks at shapes.
+    if keys.shape != (1, groups, rows, width) or values.shape != (1, groups, rows, depth) or position > rows:
         return None
     own = _OWN.get(cache)
     if (

@@ -85,14 +85,14 @@ class WholeLayer:
         Args:
             turn: cosines and sines of the position, and whether neighbours are turned together.
         """
-        feed = self._feed
+        feed, shape = self._feed, self._shape
         experts = None if feed is None else feed.decided()
         held = self._held
         if held is None or held.experts is not experts or not held.stands():
             held = self._held = self._made(turn, experts)
             if held is None:
                 return None
-        place = next_place(cache)
+        place = next_place(cache, shape.groups, shape.width, shape.depth)
         if place is None:
             return None
         cos, sin, _ = turn
@@ -130,6 +130,9 @@ class WholeLayer:
                 tallies += [decided[1], tally]
                 modules.append(matrix)
                 places += [] if bias is None else [bias]
+        vectors = [each for each in map(dict.get, *zip(*places, strict=True)) if each is not None]
+        if not all(memoryview(vector).c_contiguous for vector in vectors):  # type: ignore[arg-type]
+            return None  # A view into a larger array has gaps.
         places += [(module, name) for module in modules for name in ARRAY_NAMES]
         holders, names = zip(*places, strict=True)
         set_ = [(module, name) for module in modules for name in ("_dispatch", "_training")]

@@ -163,12 +163,39 @@ def test_an_empty_cache_and_several_sequences_are_left_to_others(model, whole):
     assert not whole
 
 
+@pytest.mark.parametrize(("groups", "width"), [(1, 32), (2, 16)])
+def test_a_cache_of_another_shape_is_refused_and_not_written(model, whole, groups, width):
+    """As the prompt cache of another model is."""
+    cache = started(model)
+    for each in cache:
+        each.keys, each.values = (mx.ones((1, groups, 256, width)) for _ in range(2))
+    with pytest.raises(ValueError, match="shape"):
+        one(model, cache, 3)
+    assert not whole
+    assert all(mx.all(part == 1).item() for part in (cache[0].keys, cache[0].values))
+
+
+def test_a_norm_whose_weight_has_gaps_is_left_to_others(model, whole):
+    def run():
+        cache = started(model)
+        return several(model, cache, range(3))
+
+    wanted, norm = run(), model.layers[1].input_layernorm
+    whole.clear()
+    weight, wide = norm.weight, mx.stack([norm.weight, norm.weight], axis=1)
+    mx.eval(wide)
+    norm.weight = wide[:, 0]
+    assert off(run(), wanted) < 1e-6
+    assert len(whole) == 3 * (len(model.layers) - 1)
+    norm.weight = weight
+
+
 @pytest.mark.parametrize("fault", ["position", "values"])
 def test_a_planted_fault_is_seen(model, whole, fault, monkeypatch):
     wanted, right = several(model, started(model), range(3)), cache_rows.next_place
 
-    def wrong(cache):
-        place = right(cache)
+    def wrong(*given):
+        place = right(*given)
         if fault == "position":
             return place._replace(position=place.position - 1)
         return place._replace(values=place.values - 4)
