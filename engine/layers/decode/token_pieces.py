@@ -302,9 +302,9 @@ class TokenPieces:
         last = ["h"]
         if self._head is not None:
             last.append("logits")
-            last = self._steps[-1]
-            assert isinstance(last, Pure)
-            self._tally(-1, self._head.name, _words(last, self._device))
+            step = self._steps[-1]
+            assert isinstance(step, Pure)
+            self._tally(-1, self._head.name, _words(step, self._device))
         kept = [name for names in self._memory.values() for name in names]
         self._run = Merged(self._steps, (*last, *kept), self._compiled)
 

@@ -50,6 +50,7 @@ def values(matrix):
 def small_too(played, monkeypatch):  # noqa: F811
     """A small head takes the launch as well."""
     monkeypatch.setattr(tensor_rows, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(tensor_rows, "_FEW", 0)
     monkeypatch.setattr(tensor_rows, "_has_tensor_cores", lambda: True)
     return played
 
