@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from planted import planted
 
 from mlx_experts.engine.kernels.gpu.pieces import head_turns, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Heads, Norm, Turn, backend_of
@@ -46,17 +47,6 @@ def test_text_matches_truth_on_the_cpu(d, dims, whole, kind, on_host):
         assert far < LIMIT, name
 
 
-@pytest.mark.parametrize("kind", ["cuda", "metal"])
-def test_a_planted_mistake_is_noticed(kind, on_host):
-    mx.random.seed(1)
-
-    def change(text):
-        assert "all += red[i]" in text
-        return text.replace("all += red[i]", "all = red[i]")
-
-    assert not distances(kind, rows_of(64, 64, True), on_host, change)["q"] < LIMIT
-
-
 def latents(c: int, r: int) -> dict[str, tuple[Heads, int]]:
     """A latent that is normalised and a key, of another width, that is rotated."""
     weight = (1 + 0.3 * mx.random.normal((c,))).astype(mx.bfloat16)
@@ -72,15 +62,23 @@ def test_rows_of_two_widths_take_one_launch(c, r, kind, on_host):
         assert far < LIMIT, name
 
 
+# Which rows show a mistake, the one of them that does, what is right and what is wrong.
+MISTAKES = {
+    "the parts of a sum are not added": (lambda: rows_of(64, 64, True), "q", "all += red[i]", "all = red[i]"),
+    "a narrower row is told the other one's width": (
+        lambda: latents(40, 72),
+        "kr",
+        "me_turn<72, 0, 72,",
+        "me_turn<40, 0, 40,",
+    ),
+}
+
+
 @pytest.mark.parametrize("kind", ["cuda", "metal"])
-def test_a_narrower_row_is_not_told_the_other_ones_width(kind, on_host):
+@pytest.mark.parametrize(("rows", "shown", "right", "wrong"), MISTAKES.values(), ids=MISTAKES)
+def test_a_planted_mistake_is_noticed(rows, shown, right, wrong, kind, on_host):
     mx.random.seed(1)
-
-    def change(text):
-        assert "me_turn<72, 0, 72," in text
-        return text.replace("me_turn<72, 0, 72,", "me_turn<40, 0, 40,")
-
-    assert not distances(kind, latents(40, 72), on_host, change)["kr"] < LIMIT
+    assert not distances(kind, rows(), on_host, planted(right, wrong))[shown] < LIMIT
 
 
 def test_heads_of_an_odd_width_are_declined():

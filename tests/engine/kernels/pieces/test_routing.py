@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from planted import planted
 
 from mlx_experts.engine.kernels.gpu import cuda
 from mlx_experts.engine.kernels.gpu.pieces import routing, row_product, truth
@@ -64,11 +65,8 @@ def test_sigmoid_with_bias_and_an_added_branch_matches_truth(on_host, make_matri
     [("me_fresh(y0 + (i))", "me_fresh(y0)"), ("me_set(normed + i", "me_set(normed + i / 2")],
 )
 def test_a_planted_mistake_is_noticed(right, wrong, on_host, make_matrix):
-    def change(text):
-        assert right in text
-        return text.replace(right, wrong)
-
     steps = RouterSteps(40, 4, normalise="sum")
+    change = planted(right, wrong)
     got, normed, _, logits, _ = run(steps, ("affine", 8, 64), on_host, make_matrix, change)
     right_experts = got["chosen"].tolist() == np.argsort(-logits, kind="stable")[:4].tolist()
     assert not (right_experts and truth.distance(got["normed"], normed) < 3e-3)
