@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights
 from mlx_experts.engine.kernels.gpu.source import (
     NVFP4_UNIT,
-    WARP,
     Backend,
     Launch,
     activation_text,
     add_down_bias,
     bias_text,
+    bounded,
     defines,
     down_arrays,
     is_weighed,
@@ -37,13 +37,13 @@ from mlx_experts.engine.kernels.request import KernelRequest, Projection
 # Codes of a row that a warp takes in one step, and those of one lane.
 STEP, CHUNK = 128, 32
 _VECTOR = 16
-SCALE_TYPES = {
+_SCALE_TYPES = {
     "bfloat16": "__nv_bfloat16",
     "float16": "__half",
     "float32": "float",
     "uint8": "uint8_t",
 }
-ACTIVATIONS = ("bfloat16", "float16")
+_ACTIVATIONS = ("bfloat16", "float16")
 _CODECS = {
     "affine": "codec_affine.cu",
     "mxfp4": "codec_float.cu",
@@ -128,7 +128,7 @@ def units(p: Projection, halves: int) -> int:
 
 def takes(p: Projection) -> bool:
     """Whether a projection's storage fits the tensor-core form, whatever the cut."""
-    stored = p.dtype in SCALE_TYPES if p.format == "affine" else p.bits <= 16
+    stored = p.dtype in _SCALE_TYPES if p.format == "affine" else p.bits <= 16
     whole = p.cols % CHUNK == 0 and (not p.group_size or p.cols % p.group_size == 0)
     return p.format in _CODECS and stored and whole
 
@@ -143,7 +143,7 @@ def takes_up(request: KernelRequest) -> bool:
         up.dtype,
     )
     whole = all(rows % rows_a_tile(request) == 0 for rows in (up.rows, shared_width(request)))
-    return alike and takes(up) and request.dtype in ACTIVATIONS and whole
+    return alike and takes(up) and request.dtype in _ACTIVATIONS and whole
 
 
 def takes_down(request: KernelRequest) -> bool:
@@ -185,15 +185,6 @@ def cut_down(request: KernelRequest, *, many: bool = False) -> CutDown:
         tiles, most = 2, 16
     # Equal shares: with one warp fewer, some warp would have a unit more.
     return CutDown(tiles, warps=-(-total // -(-total // most)))
-
-
-def bounded(warps: int) -> str:
-    """Launch bounds, by way of the word that MLX writes before a kernel's name.
-
-    Without them the compiler may take more registers than a block of this size has.
-    """
-    bounds = f"__attribute__((global)) __attribute__((launch_bounds({warps * WARP})))"
-    return f"#undef __global__\n#define __global__ {bounds}\n"
 
 
 def layout(**vectors: int) -> tuple[dict[str, int], int]:
@@ -258,7 +249,7 @@ def codec(p: Projection, part_halves: int, held: int) -> dict[str, object]:
         "AHEAD": _ahead(p, part_halves, held),
         "PER_ROW": p.cols // p.group_size if p.group_size else 0,
         "SUMMED": int(p.format == "affine"),
-        "SCALE_TYPE": SCALE_TYPES.get(p.dtype, "float"),
+        "SCALE_TYPE": _SCALE_TYPES.get(p.dtype, "float"),
         "IS_HALF": int(p.format == "plain" and p.dtype == "float16"),
     }
 

@@ -23,6 +23,7 @@ from mlx_experts.engine.kernels.gpu.source import (
     Backend,
     Launch,
     activation_text,
+    bounded,
     defines,
     down_arrays,
     is_weighed,
@@ -154,7 +155,7 @@ def build(backend: Backend, experts: ExpertWeights, one: One, dtype: mx.Dtype) -
     header += f"#define ME_PATIENCE {_PATIENCE}\n" + text("one_next.cu")
     header += activation_text(request.activation) or ""
     header += _apart("me_up", up, weigh + mma.product_texts(request.up) + text("act.cu"))
-    header += _apart("me_down", down, mma.product_texts(request.down)) + mma.bounded(cut.warps)
+    header += _apart("me_down", down, mma.product_texts(request.down)) + bounded(cut.warps)
     made, packed = one.outputs(dtype)
     written, places = output_text(made, packed)
     source = opening(backend, False) + places + defines(up)

@@ -118,6 +118,19 @@ def text(name: str) -> str:
     return "\n".join(line for line in lines if line) + "\n"
 
 
+def bounded(warps: int, blocks: int = 0) -> str:
+    """CUDA's launch bounds, by way of the word that MLX writes before a kernel's name.
+
+    Without them the compiler may take more registers than a block of this size has.
+
+    Args:
+        blocks: that a multiprocessor should hold at once; 0 leaves it to the compiler.
+    """
+    limits = f"{warps * WARP}, {blocks}" if blocks else f"{warps * WARP}"
+    bounds = f"__attribute__((global)) __attribute__((launch_bounds({limits})))"
+    return f"#undef __global__\n#define __global__ {bounds}\n"
+
+
 def defines(values: Mapping[str, object]) -> str:
     """``#define ME_NAME value`` for each entry."""
     return "".join(f"#define ME_{name} {value}\n" for name, value in values.items())

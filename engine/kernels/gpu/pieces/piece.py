@@ -11,9 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_experts.engine.kernels.gpu import source
 from mlx_experts.engine.kernels.gpu.joined import Joined, reading
 from mlx_experts.engine.kernels.gpu.pieces.packed import Output, Packed, PackedValue, Place, Value, viewed
-from mlx_experts.engine.kernels.gpu.source import WARP, Backend, Launch, text
+from mlx_experts.engine.kernels.gpu.source import Backend, Launch, text
 from mlx_experts.engine.kernels.request import Device
 
 # How a launch reads one input of a token: a type, or an array by its number and the place in it.
@@ -178,15 +179,5 @@ def device_text(device: Device) -> str:
 
 
 def bounded(device: Device, warps: int, blocks: int = 0) -> str:
-    """CUDA's launch bounds, by way of the word that MLX writes before a kernel's name.
-
-    Without them the compiler may take more registers than a block of this size has.
-
-    Args:
-        blocks: that a multiprocessor should hold at once; 0 leaves it to the compiler.
-    """
-    if device != "cuda":
-        return ""
-    limits = f"{warps * WARP}, {blocks}" if blocks else f"{warps * WARP}"
-    bounds = f"__attribute__((global)) __attribute__((launch_bounds({limits})))"
-    return f"#undef __global__\n#define __global__ {bounds}\n"
+    """The launch bounds of ``source.bounded``, which Metal does without."""
+    return source.bounded(warps, blocks) if device == "cuda" else ""

@@ -15,7 +15,7 @@ from mlx_experts.engine.kernels.gpu.pieces import row_product
 from mlx_experts.engine.kernels.gpu.pieces.packed import Output
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct, Text
-from mlx_experts.engine.kernels.gpu.source import Backend, text
+from mlx_experts.engine.kernels.gpu.source import WARP, Backend, text
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.kernels.router_kernel import RouterSteps, router_settings
 from mlx_experts.engine.kernels.router_kernel import check as check_steps
@@ -86,11 +86,7 @@ def build(
         header=f"ME_INLINE float me_logit(float v) {{ return {logit}; }}\n"
         + router_settings(steps, "me_logit(me_fresh(y0 + (i)))"),
         tail=normed_text(asked, how.warps)
-        + (
-            f"for (int i = tid; group == 0 && i < {marks}; i += {how.warps * 32}) state[i] = 0u;\n"
-            if marks
-            else ""
-        )
+        + _zeroed(marks, how.warps * WARP)
         + text("pieces/select.cu")
         + "{\n"
         + text("router.h")
@@ -102,7 +98,7 @@ def build(
 
 
 def _zeroed(marks: int, threads: int) -> str:
-    """Writes the marks, by the first group."""
+    """Writes the words of zero, by the first group."""
     return f"for (int i = tid; group == 0 && i < {marks}; i += {threads}) state[i] = 0u;\n" if marks else ""
 
 
