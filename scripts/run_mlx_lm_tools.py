@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -343,8 +344,12 @@ def serving(place: Place, *arguments: str) -> Iterator[tuple[int, list[str]]]:
                 time.sleep(0.1)
             yield port, lines
         finally:
-            process.send_signal(2)
-            process.wait(30)
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
             lines += log.read_text().splitlines()
 
 
@@ -494,6 +499,8 @@ def main() -> None:
     parser.add_argument("tools", nargs="*", metavar="TOOL", help="commands to run; all without any")
     parser.add_argument("--write", action="store_true", help="write the table to docs/mlx-lm.md")
     asked = parser.parse_args()
+    # A shell lets what it runs in the background ignore this signal, and so would the server.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     found = tools()
     needs(set(found) == set(RUNS), f"commands without a run: {sorted(set(found) ^ set(RUNS))}")
     if unknown := sorted(set(asked.tools) - set(RUNS)):

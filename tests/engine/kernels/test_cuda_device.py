@@ -10,9 +10,11 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_experts.engine.kernels import activations, gather
-from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.gpu import cuda, one_launch
 from mlx_experts.engine.kernels.gpu.grouped import experts as grouped
-from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair
+from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
+from mlx_experts.engine.kernels.gpu.one_launch import CutOne, One
+from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, viewed
 
 pytestmark = pytest.mark.cuda
 
@@ -192,3 +194,30 @@ def test_a_planted_mistake_is_noticed(right, wrong, tensor_cores, build_case, ca
 
     run.plan = planted
     assert not built.distance(run(built.x, built.indices, built.weights)) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize(
+    "stored", [("affine", 4, 64), ("affine", 8, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16)], ids=str
+)
+@pytest.mark.parametrize("width", [768, 512])
+def test_one_launch(width, stored, dtype, build_case, case_type):
+    """Four calls at once, each with marks of its own, against truth and against themselves."""
+    mode, bits, group = stored
+    sizes = dict(mode=mode, bits=bits, group=group, dtype=dtype)
+    built = build_case(case_type(hidden=2048, width=width, experts=16, top_k=8, **sizes), "cuda")
+    cut = CutOne(24, 4, 1)
+    one = One(built.request, cut)
+    launch = one_launch.build(cuda.BACKEND, built.experts, one, dtype)
+    _, packed = one.outputs(dtype)
+    held = arrays_of(built.experts) | {"x": built.x, "indices": built.indices, "weights": built.weights}
+    states = [mx.zeros((max(4, one.marks),), mx.uint32) + 0 for _ in range(4)]
+    mx.eval(states)
+    inputs = [[(held | {"state": state})[name] for name in launch.inputs] for state in states]
+    dtypes = [*(array.dtype for array in inputs[0]), packed.dtype]
+    run = launch.make(cuda.BACKEND, dtypes, [(packed.size,)], init_value=float("nan"))
+    outs = [run(given)[0] for given in inputs]
+    mx.eval(outs)
+    made = [viewed(PackedValue(out, packed.places["y"])).reshape(built.truth.shape) for out in outs]
+    assert built.distance(made[0]) < LIMITS[dtype]
+    assert all(mx.array_equal(y, made[0]) for y in made[1:])
