@@ -72,7 +72,7 @@ class ExpertsOnRow:
     def __call__(self, row: np.ndarray) -> np.ndarray | None:
         """The row of the sum, or None where the block has to be called."""
         # Asked first, because a call that is made after all counts the router's product itself.
-        found = self.decided()
+        found = self.experts.in_memory(self.top_k)
         if found is None:
             return None
         routed = self.router.on_row(row)

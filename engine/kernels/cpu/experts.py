@@ -78,10 +78,11 @@ class Layout:
         Raises:
             IndexError: an index is not an expert.
         """
-        driver, chosen = start.compiled(), chosen.view(np.int32)
+        chosen = chosen.view(np.int32)
         if len(x) == 1:
             self._one(x[0], chosen[0], shares[0], out[0])
             return
+        driver = start.compiled()
         large = self.bytes_each * chosen.size >= start.PARALLEL_FROM
         matrices = (self.gated, self.gate.numbers, self.up.numbers, self.down.numbers)
         layer = (*matrices, self.activation.address, *self.constants, self.count)
@@ -99,9 +100,10 @@ class Layout:
 
     def _one(self, x: np.ndarray, chosen: np.ndarray, shares: np.ndarray, out: np.ndarray) -> None:
         """As :meth:`run` for one token, in vectors."""
-        wrong = np.flatnonzero((chosen < 0) | (chosen >= self.count))
-        if wrong.size:
-            raise IndexError(f"expert {chosen[wrong[0]]} of {self.count}")
+        # As numbers without a sign, those below zero are large.
+        if np.maximum.reduce(chosen.view(np.uint32)) >= self.count:
+            wrong = next(e for e in chosen.tolist() if not 0 <= e < self.count)
+            raise IndexError(f"expert {wrong} of {self.count}")
         made = self._steps.get(chosen.size)
         if made is None:
             from mlx_experts.engine.kernels.cpu.steps import StepList
@@ -112,7 +114,7 @@ class Layout:
             self._steps[chosen.size] = made
         steps, inputs, into = made
         with start.LOCK:
-            inputs[0], into.chosen[...], into.shares[...] = x.ctypes.data, chosen, shares
+            inputs[0], into.chosen[...], into.shares[...] = x.__array_interface__["data"][0], chosen, shares
             steps.run()
             out[...] = into.out
 

@@ -79,11 +79,6 @@ class Part:
         _HELD.append(made)
         return int(made.address)
 
-    def run(self, count: int, *context: int) -> None:
-        """Call it for each index below ``count`` with a context of these numbers, on the caller's thread."""
-        held = np.array(context, np.int64)
-        _one_by_one_here()(self.address, count, held.ctypes.data)
-
 
 # Two threads may ask for one part at once, and both keep its address.
 _HELD: list[Any] = []
@@ -104,8 +99,8 @@ ONE_BY_ONE, ON_THREADS = Part(_one_by_one, 3), Part(_on_threads, 3, parallel=Tru
 
 
 @lru_cache(maxsize=1)
-def _one_by_one_here() -> Any:
-    """``ONE_BY_ONE`` for callers in Python."""
+def one_by_one() -> Any:
+    """``ONE_BY_ONE`` for callers in Python, who give addresses: of a part, how often, and of a context."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(ONE_BY_ONE.address)
 
 

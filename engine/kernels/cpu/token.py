@@ -18,10 +18,10 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     Part,
     address,
     as_float,
-    bits,
     call_loop,
     call_part,
     number,
+    one_by_one,
     packed,
     read,
     release,
@@ -34,6 +34,7 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
 )
 
 # Sums may be reordered; infinities and NaNs keep their meaning.
+_BITS = np.uint32
 _FAST = {"reassoc", "contract", "nsz"}
 
 
@@ -92,9 +93,16 @@ def rms_norm(
         branch: is added to ``x`` first, and ``total`` receives the sum; None for nothing.
         weight: [D], empty where the norm has none.
     """
-    added = (0, 0) if branch is None or total is None else (branch.ctypes.data, total.ctypes.data)
-    scales = weight.ctypes.data if weight.size else 0
-    NORMED.run(1, x.ctypes.data, *added, 1, scales, bits(centre), bits(eps), x.size, out.ctypes.data, 0, 0)
+    added = (
+        (0, 0)
+        if branch is None or total is None
+        else (branch.__array_interface__["data"][0], total.__array_interface__["data"][0])
+    )
+    scales = weight.__array_interface__["data"][0] if weight.size else 0
+    at = x.__array_interface__["data"][0]
+    norm = (1, scales, int(centre.view(_BITS)), int(eps.view(_BITS)), x.size)
+    held = np.array((at, *added, *norm, out.__array_interface__["data"][0], 0, 0), np.int64)
+    one_by_one()(NORMED.address, 1, held.__array_interface__["data"][0])
 
 
 @njit(error_model="numpy", fastmath=_FAST)
@@ -147,10 +155,32 @@ def turned(
     neighbours; otherwise the two halves of the rotated width are paired.
     """
     heads, width = x.shape
-    norm = (weight.ctypes.data if weight.size else 0, bits(centre), bits(eps))
-    angles = (cos.ctypes.data, sin.ctypes.data, cos.size, traditional)
-    context = (x.ctypes.data, out.ctypes.data, 0, 0, 0, 0, heads, width, 0, 0, 0, *norm, 0, 0, 0, *angles)
-    TURNED.run(heads, *context)
+    norm = (
+        weight.__array_interface__["data"][0] if weight.size else 0,
+        int(centre.view(_BITS)),
+        int(eps.view(_BITS)),
+    )
+    angles = (cos.__array_interface__["data"][0], sin.__array_interface__["data"][0], cos.size, traditional)
+    context = (
+        x.__array_interface__["data"][0],
+        out.__array_interface__["data"][0],
+        0,
+        0,
+        0,
+        0,
+        heads,
+        width,
+        0,
+        0,
+        0,
+        *norm,
+        0,
+        0,
+        0,
+        *angles,
+    )
+    held = np.array(context, np.int64)
+    one_by_one()(TURNED.address, heads, held.__array_interface__["data"][0])
 
 
 def _attend_head(head, context):  # type: ignore[no-untyped-def]
@@ -294,6 +324,7 @@ def route(
         how: the score, the address of what leaves groups out or 0, the groups, how many are kept, whether by
             the best two of each, how shares are normalised, and the bits of epsilon and of their factor.
     """
-    tilt = bias.ctypes.data if bias.size else 0
-    picked = (chosen.size, chosen.ctypes.data, share.ctypes.data)
-    ROUTED.run(1, logits.ctypes.data, logits.size, tilt, *how, *picked)
+    tilt = bias.__array_interface__["data"][0] if bias.size else 0
+    picked = (chosen.size, chosen.__array_interface__["data"][0], share.__array_interface__["data"][0])
+    held = np.array((logits.__array_interface__["data"][0], logits.size, tilt, *how, *picked), np.int64)
+    one_by_one()(ROUTED.address, 1, held.__array_interface__["data"][0])

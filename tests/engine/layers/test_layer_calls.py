@@ -22,9 +22,15 @@ def test_a_layer_takes_few_calls_and_branches(monkeypatch: pytest.MonkeyPatch) -
     counting = importlib.util.module_from_spec(described)
     monkeypatch.setitem(sys.modules, "count_calls", counting)
     described.loader.exec_module(counting)
-    counts = counting.count(counting.with_mlx_linear_layers(load(counting.DEMO)[0]))
-    assert 20 < counts.python_calls <= 45
-    assert counts.c_calls <= 55
+    # As a token goes through the demo: one call of compiled code a layer.
+    whole = counting.count(load(counting.DEMO)[0])
+    assert 15 < whole.python_calls <= 30
+    assert whole.c_calls <= 20
+    # With a call for each part, as where a linear layer is not this package's.
+    parts = counting.count(counting.with_mlx_linear_layers(load(counting.DEMO)[0]))
+    assert 20 < parts.python_calls <= 45
+    assert parts.c_calls <= 67
     # Later releases of Python have other instructions.
     if sys.version_info[:2] == (3, 11):
-        assert 15 < counts.branches <= 40
+        assert 15 < whole.branches <= 55
+        assert 15 < parts.branches <= 54
