@@ -61,7 +61,7 @@ class Tally:
 
     __slots__ = ("_counted", "_lock", "count", "key", "note")
 
-    def __init__(self, lock: threading.Lock, counted: list[Tally], key: TraceKey, note: str) -> None:
+    def __init__(self, lock: threading.Lock, counted: list[_Counter], key: TraceKey, note: str) -> None:
         self._lock, self._counted, self.key, self.note, self.count = lock, counted, key, note, 0
 
     def add(self) -> None:
@@ -71,9 +71,34 @@ class Tally:
                 self._counted.append(self)
             self.count += 1
 
+    @property
+    def members(self) -> tuple[Tally, ...]:
+        """What the count is of."""
+        return (self,)
+
+
+class _Together:
+    """Tallies of one list that count together: one number stands for all of them."""
+
+    __slots__ = ("_counted", "_lock", "count", "members")
+
+    def __init__(self, members: tuple[Tally, ...]) -> None:
+        self.members, self.count = members, 0
+        self._lock, self._counted = members[0]._lock, members[0]._counted
+
+    def add(self) -> None:
+        """Count one call of each."""
+        with self._lock:
+            if not self.count:
+                self._counted.append(self)
+            self.count += 1
+
+
+_Counter = Tally | _Together
+
 
 class Tallies:
-    """Several tallies that count together, with one lock for all of a trace.
+    """Several tallies that count together.
 
     Args:
         tallies: of any traces.
@@ -82,19 +107,15 @@ class Tallies:
     __slots__ = ("_groups",)
 
     def __init__(self, tallies: Iterable[Tally]) -> None:
-        groups: dict[int, tuple[threading.Lock, list[Tally]]] = {}
+        groups: dict[int, list[Tally]] = {}
         for tally in tallies:
-            groups.setdefault(id(tally._lock), (tally._lock, []))[1].append(tally)
-        self._groups = list(groups.values())
+            groups.setdefault(id(tally._counted), []).append(tally)
+        self._groups = [_Together(tuple(group)) for group in groups.values()]
 
     def add(self) -> None:
         """Count one call of each."""
-        for lock, tallies in self._groups:
-            with lock:
-                for tally in tallies:
-                    if not tally.count:
-                        tally._counted.append(tally)
-                    tally.count += 1
+        for group in self._groups:
+            group.add()
 
 
 class Trace:
@@ -106,8 +127,8 @@ class Trace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Those that have counted since the last reset, in the order of their first calls.
-        self._experts: list[Tally] = []
-        self._pieces: list[Tally] = []
+        self._experts: list[_Counter] = []
+        self._pieces: list[_Counter] = []
         self._memory: list[MemoryAccount] = []
 
     def memory_account(self, layer: str) -> MemoryAccount:
@@ -134,8 +155,8 @@ class Trace:
     def reset(self) -> None:
         """Forget every count."""
         with self._lock:
-            for tally in (*self._experts, *self._pieces):
-                tally.count = 0
+            for counter in (*self._experts, *self._pieces):
+                counter.count = 0
             self._experts.clear()
             self._pieces.clear()
             for account in self._memory:
@@ -150,9 +171,9 @@ class Trace:
         """The layers whose tokens ran in compiled pieces, as they stand."""
         return self._rows(self._pieces)
 
-    def _rows(self, tallies: list[Tally]) -> list[TraceRow]:
+    def _rows(self, counters: list[_Counter]) -> list[TraceRow]:
         with self._lock:
-            counted = [(tally.key, tally.count, tally.note) for tally in tallies]
+            counted = [(t.key, counter.count, t.note) for counter in counters for t in counter.members]
         counts: dict[TraceKey, int] = {}
         notes: dict[TraceKey, str] = {}
         for key, count, note in counted:

@@ -38,6 +38,7 @@ class _Own:
     position: int
 
 
+_BYTES = 4  # of a float32
 _OWN: weakref.WeakKeyDictionary[KVCache, _Own] = weakref.WeakKeyDictionary()
 
 
@@ -50,27 +51,32 @@ def next_place(cache: KVCache, groups: int, width: int, depth: int) -> Place | N
         groups: g; ``width`` is d, and ``depth`` e.
     """
     keys, values, position = cache.keys, cache.values, cache.offset
-    if not position or values.dtype != keys.dtype:
-        return None
-    rows = keys.shape[2]
-    # A cache may come from a file, and nothing behind this looks at shapes.
-    if keys.shape != (1, groups, rows, width) or values.shape != (1, groups, rows, depth) or position > rows:
-        return None
     own = _OWN.get(cache)
     if (
         own is None
         or own.keys() is not keys
         or own.values() is not values
-        # An offset that was set back: others may hold what lies behind it.
-        or own.position != position
-        or position >= own.rows
+        # An offset that was set back, behind which others may hold what lies there, or a full array.
+        or not own.position == position < own.rows
         or stacks.addresses((keys, values)) != own.place
         # MLX wrote in this place meanwhile, and was set back.
-        or not _blank(own.place[0] + position * keys.shape[3] * keys.itemsize, keys.shape[3] * keys.itemsize)
+        or not _blank(own.place[0] + position * width * _BYTES, width * _BYTES)
     ):
+        if not _fits(cache, groups, width, depth):
+            return None
         own = _OWN[cache] = _given(cache)
     own.position = position + 1
     return Place(own.place[0], own.place[1], own.rows, position)
+
+
+def _fits(cache: KVCache, groups: int, width: int, depth: int) -> bool:
+    """Whether a cache holds one sequence of such keys and values in float32. It may come from a file."""
+    keys, values = cache.keys, cache.values
+    if not cache.offset or (keys.dtype, values.dtype) != (mx.float32, mx.float32):
+        return False
+    rows = keys.shape[2]
+    shapes = (1, groups, rows, width), (1, groups, rows, depth)
+    return (keys.shape, values.shape) == shapes and cache.offset <= rows
 
 
 def _blank(address: int, count: int) -> bool:

@@ -197,7 +197,7 @@ def one_token(
 
     def run(x: mx.array | np.ndarray, cache: Any) -> np.ndarray | None:
         nonlocal token
-        if type(cache) is not KVCache or (cache.keys is not None and cache.keys.dtype != _FLOAT32):
+        if type(cache) is not KVCache:
             return None
         if not isinstance(x, np.ndarray):
             if (x.shape, x.dtype) != taken or current_device() != "cpu" or not stacks.evaluated(x):
@@ -210,6 +210,8 @@ def one_token(
         turn = angles(cache.offset)
         both = None if whole is None else whole(x, turn, cache)
         if both is None:
+            if cache.keys is not None and cache.keys.dtype != _FLOAT32:
+                return None
             both = by_parts(x, turn, cache)
             if both is None:
                 return None
