@@ -88,7 +88,8 @@ class ZeroCentredRMSNorm(nn.Module):
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, 1.0 + self.weight, self.eps)
+        # One and a narrow weight have no exact sum of that type.
+        return mx.fast.rms_norm(x, 1.0 + self.weight.astype(mx.float32), self.eps).astype(x.dtype)
 
 
 class PartedRMSNorm(nn.Module):

@@ -19,7 +19,7 @@ from mlx_experts.engine.dispatch import verify
 from mlx_experts.engine.dispatch.trace import trace
 from mlx_experts.engine.kernels import activations, expert_weights, fused_kernel
 from mlx_experts.engine.kernels.request import Decline
-from mlx_experts.engine.layers.module_tree import find
+from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
@@ -222,3 +222,18 @@ def test_models_of_mlx_lm_run_in_narrow_types_on_the_cpu(
     want = wide(mx.concatenate([lab.ids, lab.ids[:, :1]], axis=1))
     distance = mx.linalg.norm(got.astype(mx.float32) - want) / mx.linalg.norm(want)
     assert distance.item() < 0.3
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_norm_around_one_adds_one_to_a_narrow_weight_without_rounding_it(dtype: mx.Dtype) -> None:
+    mx.random.seed(4)
+    norm = ZeroCentredRMSNorm(2048, 1e-6)
+    norm.weight = (0.3 * mx.random.normal((2048,))).astype(dtype)
+    x = mx.random.normal((4, 2048)).astype(dtype)
+    made = norm(x)
+    assert made.dtype == dtype
+    norm.weight = norm.weight.astype(mx.float32)
+    want = norm(x.astype(mx.float32))
+    one_rounding = 2.0 ** (-8 if dtype == mx.bfloat16 else -11)
+    assert mx.abs(made.astype(mx.float32) - want).max() <= one_rounding * mx.abs(want).max()
+    assert mx.linalg.norm(made.astype(mx.float32) - want) <= 0.45 * one_rounding * mx.linalg.norm(want)
