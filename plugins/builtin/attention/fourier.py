@@ -21,6 +21,7 @@ from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import GqaSpec
+from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST
 from mlx_experts.registry.spec.values import Bool, Count, Num, Spec
 
 LEAVES = ("cos_coef", "sin_coef")
@@ -47,7 +48,7 @@ class FourierAttention(Attention):
         plan: the model's plan.
 
     Raises:
-        ConfigError: there are more frequencies than a head has.
+        ConfigError: there are more frequencies than a head has, or their base is not positive.
     """
 
     float32_leaves: ClassVar[tuple[str, ...]] = tuple(f"rotary.{leaf}" for leaf in LEAVES)
@@ -56,6 +57,13 @@ class FourierAttention(Attention):
         spec = mixer_options(FourierOptions, layer, "attention with mixed frequencies")
         super().__init__(dataclasses.replace(layer, mixer=spec.attention), plan)
         half = self.head_dim // 2
+        if not 1.0 / FLOAT32_LARGEST <= spec.theta <= FLOAT32_LARGEST:
+            raise ConfigError(
+                "'rope_theta' must be a positive number",
+                where="config.json",
+                expected=f"a number above 0 and at most {FLOAT32_LARGEST:g}",
+                found=str(spec.theta),
+            )
         every = [float(spec.theta) ** (-2.0 * i / self.head_dim) for i in range(half)]
         longest = plan.sizes.max_positions or 0
         kept = (

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.models.decoder import make_mixer
 from mlx_experts.engine.models.known_families import catalog
+from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import resolve
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
@@ -213,3 +214,11 @@ def test_generated_tokens_see_the_prompt_and_the_last_of_their_own() -> None:
     weights = softmax(q @ k.swapaxes(1, 2) * d**-0.5 + causal() + np.where(kept, 0.0, -np.inf))
     out = (weights @ np.repeat(v, 4 // g, 0)).swapaxes(0, 1).reshape(LENGTH, -1)
     same({"pieces": ways(mixer, x)["pieces"]}, out @ w["o_proj.weight"].T)
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, 1e-300])
+def test_mixed_frequencies_of_no_positive_base_are_refused(theta: float) -> None:
+    config = tiny_config(catalog().load("interns1pro"))
+    config["text_config"]["rope_theta"] = theta
+    with pytest.raises(ConfigError, match="'rope_theta' must be a positive number"):
+        built("interns1pro", **config)
