@@ -42,13 +42,20 @@ from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import BlockSpec, GqaSpec
 
 
-def make_mixer(layer: LayerPlan, plan: Plan) -> Mixer | None:
-    """The mixer of a layer; a plugin's where the family names one; None for a layer without."""
+def make_mixer(layer: LayerPlan, plan: Plan, fused: bool | None = None) -> Mixer | None:
+    """The mixer of a layer; a plugin's where the family names one; None for a layer without.
+
+    Args:
+        fused: True or False to force or forbid kernels of this package; None for the policy.
+    """
     if layer.mixer is None:
         return None
+    mixer: Mixer
     if isinstance(layer.mixer, GqaSpec):
-        return Attention(layer, plan)
-    mixer: Mixer = components().mixer(layer.mixer.kind)(layer=layer, plan=plan)
+        mixer = Attention(layer, plan)
+    else:
+        mixer = components().mixer(layer.mixer.kind)(layer=layer, plan=plan)
+    mixer.fused = fused
     return mixer
 
 
@@ -96,7 +103,7 @@ class DecoderLayer(VersionedModule):
         self._block, self._multiplier = layer.block, layer.block.residual_multiplier
         self._fused = fused
         sizes, block = layer.sizes, self._block
-        mixer, mlp = make_mixer(layer, plan), make_mlp(layer, plan, fused)
+        mixer, mlp = make_mixer(layer, plan, fused), make_mlp(layer, plan, fused)
         if isinstance(mlp, StatefulMoE) and not self.sends_state:
             assert layer.moe is not None
             raise ConfigError(
@@ -114,7 +121,7 @@ class DecoderLayer(VersionedModule):
             )
         self._mixer_path = self._mlp_path = self._shared_path = None
         if mixer is not None and layer.mixer is not None:
-            self._mixer_path, mixer.fused = layer.mixer.path, fused
+            self._mixer_path = layer.mixer.path
             place(self, layer.mixer.path, mixer)
         if mlp is not None:
             section = layer.moe or layer.dense

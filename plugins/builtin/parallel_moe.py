@@ -43,7 +43,7 @@ class Frame(VersionedModule):
     LanguageModel in transformers' ``models/gemma4/modeling_gemma4.py`` (Gemma4TextDecoderLayer).
     """
 
-    def frame(self, layer: LayerPlan, plan: Plan) -> ParallelMoeOptions:
+    def frame(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> ParallelMoeOptions:
         """Build everything but the experts."""
         options = read_options(ParallelMoeOptions, layer.block.options, "a layer with parallel experts")
         width, block = layer.sizes.hidden_size, layer.block
@@ -56,7 +56,7 @@ class Frame(VersionedModule):
                 hint="state what is missing, or another `block.kind`",
             )
         self._block, self._index, self._mixer_path = block, layer.index, layer.mixer.path
-        mixer = make_mixer(layer, plan)
+        mixer = make_mixer(layer, plan, fused)
         place(self, self._mixer_path, mixer)
         inner = dense.width if dense.width is not None else layer.sizes.dense_width or 0
         if options.double_wide and isinstance(mixer, Attention) and mixer.reuses_kv:
@@ -106,9 +106,9 @@ class Frame(VersionedModule):
 class DenseLayer(Frame):
     """A layer without experts."""
 
-    def __init__(self, layer: LayerPlan, plan: Plan) -> None:
+    def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__()
-        self.frame(layer, plan)
+        self.frame(layer, plan, fused)
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""
@@ -127,7 +127,7 @@ class ExpertLayer(MoE, Frame):
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         assert layer.moe is not None
         super().__init__(layer, f"{layer_path(layer, plan)}.{layer.moe.experts.path}", fused)
-        self._options = self.frame(layer, plan)
+        self._options = self.frame(layer, plan, fused)
         for name in (self._options.dense_norm, self._options.expert_pre_norm, self._options.expert_norm):
             self._norm(name, layer, plan)
 
@@ -148,7 +148,7 @@ class ExpertLayer(MoE, Frame):
 
 def make_layer(layer: LayerPlan, plan: Plan, fused: bool | None) -> Frame:
     """The layer that a plan describes."""
-    return ExpertLayer(layer, plan, fused) if layer.moe is not None else DenseLayer(layer, plan)
+    return ExpertLayer(layer, plan, fused) if layer.moe is not None else DenseLayer(layer, plan, fused)
 
 
 @hookimpl

@@ -64,7 +64,7 @@ class ShortcutLayer(VersionedModule):
             other = dataclasses.replace(layer, mixer=layer.mixer.model_copy(update={"options": changed}))
         width = dense.width if dense.width is not None else sizes.dense_width or 0
         self._paths = (layer.mixer.path, dense.path, block.pre_mixer, block.pre_mlp, layer.moe.path)
-        place(self, layer.mixer.path, [make_mixer(each, plan) for each in (layer, other)])
+        place(self, layer.mixer.path, [make_mixer(each, plan, fused) for each in (layer, other)])
         place(
             self,
             dense.path,
