@@ -154,8 +154,8 @@ class Catalog:
         path = self.path(name)
         data, lines = read_yaml(path)
         base = data.get("extends")
-        names = _defined(read_yaml(self.path(base))[0]) if isinstance(base, str) else {}
-        return _without_names(spelled_out(data, merge(names, _defined(data)), lines, path))
+        names = _defined(read_yaml(self.path(base))[0], self.path(base)) if isinstance(base, str) else {}
+        return _without_names(spelled_out(data, merge(names, _defined(data, path)), lines, path))
 
     def _merged(self, name: str) -> tuple[dict[str, Any], Lines, Path]:
         # As in :func:`validate`.
@@ -165,7 +165,7 @@ class Catalog:
         data, lines = read_yaml(path)
         base_name = data.get("extends")
         if base_name is None:
-            return _without_names(spelled_out(data, _defined(data), lines, path)), lines, path
+            return _without_names(spelled_out(data, _defined(data, path), lines, path)), lines, path
         if not isinstance(base_name, str) or base_name == name or base_name not in self.entries:
             others = [other for other in self.entries if other != name]
             near = difflib.get_close_matches(str(base_name), others, n=1, cutoff=0.4)
@@ -186,7 +186,7 @@ class Catalog:
         for key in HEADER_KEYS[1:4]:
             base.pop(key, None)
         base.pop("notes", None)
-        names = merge(_defined(base), _defined(data))
+        names = merge(_defined(base, self.path(base_name)), _defined(data, path))
         base = spelled_out(base, names, base_lines, self.path(base_name))
         data = spelled_out(data, names, lines, path)
         return _without_names(merge(base, data)), {**base_lines, **lines}, path
@@ -259,13 +259,26 @@ class Catalog:
         )
 
 
-def _defined(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The named values of a file: those of the whole, and those of its checkpoint section."""
+def _defined(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The named values of a file: those of the whole, and those of its checkpoint section.
+
+    Raises:
+        SpecError: a name is no text.
+    """
     checkpoint = data.get("checkpoint")
     sections = (data, checkpoint if isinstance(checkpoint, dict) else {})
-    return {
+    found = {
         k: v for each in sections if isinstance(each.get("define"), dict) for k, v in each["define"].items()
     }
+    for name in found:
+        if not isinstance(name, str):
+            raise SpecError(
+                "a name in `define` is no text",
+                where=str(path),
+                expected="a word, such as `name: value`",
+                found=repr(name)[:80],
+            )
+    return found
 
 
 def _without_names(data: dict[str, Any]) -> dict[str, Any]:

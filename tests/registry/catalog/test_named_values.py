@@ -79,6 +79,13 @@ def test_a_mistake_is_told_at_its_line(tmp_path: Path, text: str, what: str, lin
     assert caught.value.where == f"{tmp_path / 'my_moe.yaml'}:{line}"
 
 
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    # The anchor takes the place of the name.
+    with pytest.raises(SpecError, match="a name in `define` is no text") as caught:
+        family(tmp_path, "define:\n &x: {score: softmax}\nmoe: {router: $x}\n")
+    assert caught.value.where == str(tmp_path / "my_moe.yaml")
+
+
 def test_named_values_are_no_part_of_a_family(tmp_path: Path) -> None:
     assert family(tmp_path, "define: {unused: 1}\n").define == {}
     assert Catalog().load("nemotron_h").define == {}
