@@ -20,7 +20,7 @@ from mlx_experts.engine.layers.module_tree import ZeroCentredRMSNorm, find, plac
 from mlx_experts.engine.layers.options import check_parts
 from mlx_experts.engine.layers.rope import Rope
 from mlx_experts.engine.layers.tensor_parallel import Cuts
-from mlx_experts.registry.errors import ConfigError
+from mlx_experts.registry.errors import ConfigError, SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import GqaSpec, NormSpec, TemperatureSpec
 
@@ -61,6 +61,13 @@ class Attention(Mixer):
         elif self.reuses_kv:
             self._source = max(i for i in range(first_reusing) if plan.layers[i].type == layer.type)
         self._gated = spec.gate is not None and spec.gate.enabled
+        if self._gated and spec.gate is not None and spec.gate.path is None and spec.gate.over == "head":
+            raise SpecError(
+                f"the gate of layer {layer.index} is packed with the queries, with a value for each element",
+                where=f"{plan.family.family}.yaml, attention.gate",
+                expected="`over: element`, or the `path` of a projection",
+                found="`over: head` without a path",
+            )
         self._build(spec, sizes.hidden_size, plan.norm, sizes.norm_eps)
         if layer.rope is not None:
             self._rope: Rope | None = Rope(layer.rope, layer.rope.width(self.head_dim), self.head_dim)

@@ -190,6 +190,11 @@ class SparseAttention(LatentAttention):
         own, index = self._caches(cache)
         L = x.shape[1]
         if self._borrows:
+            if (self.rope_dim > 0) not in state.latents:
+                raise ConfigError(
+                    "a layer takes its keys from an earlier one that turns as it does, and there is none",
+                    where="config.json, the layers without rotation",
+                )
             kept = state.latents[self.rope_dim > 0]
             latent, k_rope, offset, padding, mask = (
                 kept.latent,
