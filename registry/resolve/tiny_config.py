@@ -124,8 +124,15 @@ def _put_all(config: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
-    for part in parents:
+    for depth, part in enumerate(parents, 1):
         config = config.setdefault(part, {})
+        if not isinstance(config, dict):
+            raise SpecError(
+                f"the example config has no place for the key {key}",
+                where="the family file's example",
+                expected=f"{'.'.join(parents[:depth])} as a mapping, or {key} stated there",
+                found=repr(config)[:80],
+            )
     config[leaf] = value
 
 
