@@ -214,8 +214,17 @@ def _explained(name: str, left: set[str], tensors: Mapping[str, Stored]) -> bool
 
 
 def _check_collisions(modules: Iterable[Encoded], left: set[str]) -> None:
-    taken = set(left)
+    taken, read = set(left), dict[str, str]()
     for module in modules:
+        for name in module.sources.values():
+            if name in read:
+                raise refuse(
+                    name,
+                    "A tensor is a part of two encoded modules.",
+                    "each tensor in one",
+                    f"{read[name]} and {', '.join(module.sources.values())}",
+                )
+            read[name] = ", ".join(module.sources.values())
         for name in module.result:
             if name in taken:
                 raise refuse(

@@ -8,6 +8,7 @@ import pytest
 from foreign_planes import E4M3, E5M2, FP8, GATE, RNG, STACK, decode, fp8_bytes, scales
 
 from mlx_experts.engine.weights.fp8 import fp8_values, scale_values
+from mlx_experts.registry.errors import QuantizationError
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (64, 192), (300, 129), (1, 5)])
@@ -47,6 +48,12 @@ def test_a_stack_of_experts_keeps_its_name(shape):
     else:
         whole = scale.reshape(*shape, *[1] * (3 - len(shape)))
     np.testing.assert_array_equal(np.array(decoded.weights[STACK]), E4M3[weight] * whole)
+
+
+def test_a_scale_that_has_a_scale_itself_is_refused():
+    names = [f"{GATE}.weight", f"{GATE}.weight_scale_inv", f"{GATE}.weight_scale_inv_scale_inv"]
+    with pytest.raises(QuantizationError, match=r"part of two encoded modules"):
+        decode({n: fp8_bytes(*shape) for n, shape in zip(names, [(4, 4), (1, 1), (1, 1)], strict=True)}, FP8)
 
 
 def test_e5m2_is_decoded_when_the_header_said_so():
