@@ -18,14 +18,14 @@ from mlx_experts.engine.layers.options import read_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import Plan
-from mlx_experts.registry.spec.values import Count, NotNegative, Spec, Width
+from mlx_experts.registry.spec.values import Count, NotNegative, Spec, Times
 
 
 class NgramOptions(Spec):
     """Options of n-gram embeddings."""
 
-    longest: Width = Field(description="Tokens of the longest n-gram, this token included.")
-    tables: Width = Field(description="Tables for each n-gram length.")
+    longest: Times = Field(description="Tokens of the longest n-gram, this token included.")
+    tables: Times = Field(description="Tables for each n-gram length.")
     ratio: NotNegative = Field(
         description="Rows of a table, as a multiple of the vocabulary; 0 for no tables."
     )

@@ -22,7 +22,7 @@ from mlx_experts.engine.layers.residual.gated import GroupedRMSNorm
 from mlx_experts.engine.models.residual_layer import InjectionSpec
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
-from mlx_experts.registry.spec.values import Count, Spec, Width
+from mlx_experts.registry.spec.values import Count, Spec, Times, Width
 
 _MASK: Final = 2**64 - 1
 _GAMMA: Final = 0x9E3779B97F4A7C15
@@ -35,8 +35,8 @@ class NgramValuesOptions(Spec):
     width: Width = Field(description="Width of all embeddings of a token together.")
     streams: Width = Field(description="Residual streams.")
     kernel: Width = Field(description="Width of the convolution, whose dilation is the longest n-gram.")
-    longest: Width = Field(description="Tokens of the longest n-gram, this token included.")
-    hashes: Width = Field(description="Hashes for each n-gram length.")
+    longest: Times = Field(description="Tokens of the longest n-gram, this token included.")
+    hashes: Times = Field(description="Hashes for each n-gram length.")
     rows: Width = Field(description="Rows of a hash's table are the next primes from this number on.")
     padded_to: Width = Field(description="All rows together are padded to a multiple of this.")
     seed: Count = Field(description="Seed of the hashes' multipliers.")

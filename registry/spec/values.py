@@ -25,6 +25,8 @@ from pydantic_core import PydanticCustomError
 T = TypeVar("T")
 SIZE_BOUND = 2**28
 """No width, count or number of rows of a model comes near it, and products of two fit in 64 bits."""
+MOST_TIMES = 256
+"""Nothing in a model is done so often for each token: loops of it have no tensor that must fit."""
 
 _PART, _ON_DISK = r"[A-Za-z_][A-Za-z0-9_]*", r"([A-Za-z0-9_-]|\{layer\}|\{expert\})+"
 _MODULE = rf"{_PART}(\.{_PART})*"
@@ -209,6 +211,8 @@ _WHOLE = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 Int = Annotated[StrictInt, REFERABLE]
 Count = Annotated[StrictInt, Field(ge=0, lt=SIZE_BOUND), REFERABLE]
 Width = Annotated[StrictInt, Field(gt=0, lt=SIZE_BOUND), REFERABLE]
+# How often something is done that no tensor has the size of.
+Times = Annotated[StrictInt, Field(gt=0, le=MOST_TIMES), REFERABLE]
 Num = Annotated[_WHOLE | Annotated[StrictFloat, _REAL], REFERABLE]
 Positive = Annotated[Annotated[_WHOLE, Field(gt=0)] | Annotated[StrictFloat, Field(gt=0), _REAL], REFERABLE]
 NotNegative = Annotated[

@@ -19,7 +19,7 @@ from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.residual.base import Branch, ResidualForm, Site
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
-from mlx_experts.registry.spec.values import Count, ModulePath, Positive, Spec, Width
+from mlx_experts.registry.spec.values import Count, ModulePath, Positive, Spec, Times, Width
 
 _QUERY_EPS = 1e-6
 _INPUTS = ("q", "k", "v")
@@ -30,7 +30,7 @@ class LoopOptions(Spec):
 
     first: Count = Field(description="The first such layer.")
     stop: Count = Field(description="The layer past the last one.")
-    passes: Width = Field(description="How often they run.")
+    passes: Times = Field(description="How often they run.")
     rank: Width = Field(description="Width that the gates on messages go through.")
     messages: ModulePath = Field(description="Module of the queries that read messages, in the decoder.")
 

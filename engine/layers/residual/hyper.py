@@ -15,7 +15,7 @@ from pydantic import Field
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.residual.base import Branch, ResidualForm, Site
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
-from mlx_experts.registry.spec.values import ModulePath, NotNegative, Num, Spec, Width
+from mlx_experts.registry.spec.values import ModulePath, NotNegative, Num, Spec, Times, Width
 
 
 class HyperOptions(Spec):
@@ -27,7 +27,7 @@ class HyperOptions(Spec):
     mix: Literal["sinkhorn", "none"] = Field(
         description="Streams are mixed by a doubly stochastic matrix, or each keeps to itself."
     )
-    iterations: Width = Field(1, description="Sinkhorn steps.")
+    iterations: Times = Field(1, description="Sinkhorn steps.")
     magnitude: Num = Field(2.0, description="Factor on the sigmoid that writes a branch back.")
     write_eps: NotNegative = Field(0.0, description="Added to what that sigmoid gives.")
     mixer: ModulePath = Field("attn_hc", description="Module of the weights around the mixer, in the layer.")

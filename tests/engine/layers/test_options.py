@@ -82,3 +82,27 @@ def test_attention_with_temperatures_refuses_more_and_fewer_value_heads_than_que
     level["num_key_value_heads"] = kv_heads
     with pytest.raises(ConfigError, match="as many value heads"):
         build_tiny(family, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("inkling2_loop", "loop_config.num_passes"),
+        ("deepseek_v4", "hc_sinkhorn_iters"),
+        ("glm5_next", "hc_sinkhorn_iters"),
+        ("longcat_flash_ngram", "emb_neighbor_num"),
+        ("longcat_flash_ngram", "emb_split_num"),
+        ("qwen4_exp", "ngram_size"),
+        ("qwen4_exp", "heads_per_ngram"),
+    ],
+)
+def test_what_is_done_more_often_than_any_model_does_it_is_refused(name: str, key: str) -> None:
+    family = catalog().load(name)
+    config = tiny_config(family)
+    level = config[family.text_keys[0]] if family.text_config else config
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        level = level[parent]
+    level[leaf] = 2**20
+    with pytest.raises(SpecError, match=rf"options of (?s:.*)at most 256\n  found:    {2**20}"):
+        build_tiny(family, config)
