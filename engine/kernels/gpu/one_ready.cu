@@ -1,5 +1,4 @@
   }
-  if (item < ME_ITEMS) me_mark(state, item, tid);
   if (group >= ME_DOWN_BLOCKS) return;
   item = me_next(state, ME_ITEMS, group, warp, lane, said);
 } while (item >= 0);
