@@ -36,9 +36,9 @@ class TokenTableRouter(StatefulRouter):
     """Scores of all experts weigh the ones that the table names."""
 
     def __init__(self, spec: RouterSpec, layer: LayerPlan) -> None:
-        super().__init__(spec, layer)
+        # The table has picked, so nothing is selected.
+        super().__init__(spec.model_copy(update={"selection_bias": None}), layer)
         self.options = read_options(TokenTableOptions, spec.options, "a router with a table")
-        self.bias_path = None
 
     def build(self, moe: nn.Module) -> None:
         """Place the matrix, and the table, which is not trained."""

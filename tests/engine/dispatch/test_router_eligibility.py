@@ -133,6 +133,18 @@ def test_one_launch_routes_as_plain_mlx_does(device: Device, name: str) -> None:
         np.testing.assert_allclose(shares[0], shares[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", one_of_each(routers, [n for n in catalog().names() if routed_here(n)]))
+def test_the_launch_takes_a_bias_where_the_block_has_one(name: str) -> None:
+    family = catalog().load(name)
+    model = build_tiny(family, tiny_config(family))
+    routers_there = [module._router for module in model.modules() if isinstance(module, MoE)]
+    assert routers_there
+    for router in routers_there:
+        made = steps_of(router.spec, router.experts, router.top_k)
+        if not isinstance(made, Decline):
+            assert made.bias == (router.bias_path is not None)
+
+
 @pytest.mark.parametrize("name", [n for n in catalog().names() if routed_here(n) and not routes_alone(n)])
 def test_routers_that_need_or_give_more_than_a_row_have_no_launch_of_their_own(name: str) -> None:
     """Their blocks bind no router that could be called alone; the experts run fused all the same."""
