@@ -37,7 +37,7 @@ from mlx_experts.engine.layers.versioned import VersionedModule
 from mlx_experts.engine.models.pipeline import Stage, plan_stages
 from mlx_experts.engine.models.prediction import build_prediction
 from mlx_experts.plugins.manager import components
-from mlx_experts.registry.errors import ConfigError, SettingError
+from mlx_experts.registry.errors import ConfigError, SettingError, SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import BlockSpec, GqaSpec
 
@@ -181,6 +181,25 @@ class DecoderLayer(VersionedModule):
             post_mlp=post_mlp,
             factor=self._multiplier,
         )
+
+    def demand(self, layer: LayerPlan, plan: Plan, *names: str) -> None:
+        """Refuse a layer that lacks parts which its form reads.
+
+        Args:
+            names: of ``LayerParts``.
+
+        Raises:
+            SpecError: naming those that are missing.
+        """
+        parts = self.parts()
+        missing = [name for name in names if getattr(parts, name) is None]
+        if missing:
+            raise SpecError(
+                f"a layer of the kind '{layer.block.kind}' lacks what that kind reads",
+                where=f"{plan.family.family}.yaml, block, layer {layer.index}",
+                expected=f"{', '.join(names)}, and branches that are not parallel",
+                found=f"no {', no '.join(missing)}",
+            )
 
     @property
     def parallel(self) -> bool:

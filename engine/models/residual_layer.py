@@ -33,7 +33,6 @@ from mlx_experts.engine.layers.routers.stateful_moe import StatefulMoE
 from mlx_experts.engine.models.decoder import DecoderLayer
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.plugins.manager import components
-from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.values import Count, ModulePath, Options, Spec, Width
 
@@ -139,11 +138,7 @@ class ResidualLayer(DecoderLayer):
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__(layer, plan, fused)
-        if self._mixer_path is None or self._mlp_path is None:
-            raise SpecError(
-                "a layer with a residual form needs a mixer and an MLP",
-                where=f"{plan.family.family}.yaml, layer {layer.index}",
-            )
+        self.demand(layer, plan, "mixer", "mlp")
         options, form = _options(layer), form_of(plan)
         self._passes = form.passes(layer.index)
         paths = []

@@ -55,13 +55,7 @@ class NormedResidualLayer(DecoderLayer):
                 expected=layer.type,
                 found=", ".join(options.mixer),
             )
-        if self._mixer_path is None or self._mlp_path is None:
-            raise SpecError(
-                "a layer with normed residuals has a mixer and an MLP",
-                where=f"layer {layer.index}",
-                expected="both",
-                found="no mixer" if self._mixer_path is None else "no MLP",
-            )
+        self.demand(layer, plan, "mixer", "mlp", "pre_mixer", "pre_mlp")
         self._around_mixer, self._around_mlp = options.mixer[layer.type], options.mlp
 
     def bind(self) -> Callable[[mx.array, ForwardState, Any], mx.array]:

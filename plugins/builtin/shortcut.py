@@ -59,7 +59,12 @@ class ShortcutLayer(VersionedModule):
         options = read_options(ShortcutOptions, layer.block.options, "a layer with a shortcut")
         dense, other = options.dense, layer
         if options.second:
-            assert isinstance(layer.mixer, PluginMixerSpec)
+            if not isinstance(layer.mixer, PluginMixerSpec):
+                raise SpecError(
+                    "the second half of a layer with a shortcut has options, and its attention takes none",
+                    where=f"{plan.family.family}.yaml, block.options.second",
+                    expected="an attention `kind` with `options`",
+                )
             changed = {**layer.mixer.options, **options.second}
             other = dataclasses.replace(layer, mixer=layer.mixer.model_copy(update={"options": changed}))
         width = dense.width if dense.width is not None else sizes.dense_width or 0

@@ -16,7 +16,6 @@ from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.layers.options import check_parts, read_options
 from mlx_experts.engine.models.decoder import DecoderLayer
 from mlx_experts.plugins.hookspecs import hookimpl
-from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.values import ModulePath, Num, Spec, Width
 
@@ -51,12 +50,7 @@ class AdjunctLayer(DecoderLayer):
         experts = find(self, layer.moe.path) if layer.moe is not None else None
         if not isinstance(experts, MoE):
             return
-        block = layer.block
-        if layer.mixer is None or block.pre_mixer is None or block.pre_mlp is None:
-            raise SpecError(
-                "a layer whose experts have adjuncts needs a mixer, and a norm before each",
-                where=f"{plan.family.family}.yaml, layer {layer.index}",
-            )
+        self.demand(layer, plan, "mixer", "mlp", "pre_mixer", "pre_mlp")
         spec = self._adjuncts = read_options(AdjunctOptions, layer.block.options, "experts with adjuncts")
         check_parts(experts.experts, spec.group, "the experts cannot be divided into groups", layer.index)
         place(

@@ -14,7 +14,6 @@ from mlx_experts.engine.layers.module_tree import find, make_norm, place
 from mlx_experts.engine.layers.options import read_options
 from mlx_experts.engine.models.decoder import DecoderLayer
 from mlx_experts.plugins.hookspecs import hookimpl
-from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import DenseSpec
 from mlx_experts.registry.spec.values import Bool, ModulePath, Spec
@@ -48,12 +47,8 @@ class DenseResidualLayer(DecoderLayer):
         self._options = options if options.enabled and layer.moe is not None else None
         if self._options is None:
             return
-        block, dense, width = layer.block, options.dense, layer.sizes.hidden_size
-        if layer.mixer is None or block.pre_mixer is None or block.pre_mlp is None:
-            raise SpecError(
-                "a layer with a dense residual needs a mixer, and norms before it and the experts",
-                where=f"{plan.family.family}.yaml, layer {layer.index}",
-            )
+        dense, width = options.dense, layer.sizes.hidden_size
+        self.demand(layer, plan, "mixer", "mlp", "pre_mixer", "pre_mlp")
         mlp = MLP(
             width,
             dense.width or width,

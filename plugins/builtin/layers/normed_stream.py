@@ -47,6 +47,7 @@ class NormedStreamLayer(DecoderLayer):
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__(layer, plan, fused)
+        self.demand(layer, plan, "mixer", "mlp", "pre_mixer", "pre_mlp")
         options = read_options(NormedStreamOptions, layer.block.options, "a layer with a normed stream")
         self._first = layer.index == 0
         first = options.first
