@@ -311,7 +311,13 @@ class Decoder(VersionedModule):
             place(self, self._embed_norm, make_norm(plan.norm, sizes.hidden_size, sizes.norm_eps))
         self._frequencies = names.frequencies
         if self._frequencies is not None:
-            turned = next(layer.rope for layer in plan.layers if layer.rope is not None)
+            turned = next((layer.rope for layer in plan.layers if layer.rope is not None), None)
+            if turned is None:
+                raise SpecError(
+                    "the decoder learns frequencies, and no layer turns",
+                    where=f"{plan.family.family}.yaml, names.frequencies",
+                    expected="a layer with `rope`",
+                )
             place(self, self._frequencies, mx.zeros((turned.width(sizes.head_dim) // 2,)))
         extra = plan.embedding.layer_inputs
         self._layer_inputs = LayerInputs(plan) if extra is not None and extra.width else None

@@ -32,3 +32,20 @@ def test_a_layer_whose_keys_nobody_keeps_is_refused() -> None:
     model = build_tiny(family, config)
     with pytest.raises(ConfigError, match="takes its keys from an earlier one"):
         mx.eval(model(mx.array([[1, 2, 3]])))
+
+
+def test_learned_frequencies_of_another_width_are_refused() -> None:
+    family = catalog().load("mistral_large4")
+    options = {**family.attention.options, "rope_dim": 8}
+    changed = family.model_copy(
+        update={"attention": family.attention.model_copy(update={"options": options})}
+    )
+    with pytest.raises(ConfigError, match="learned frequencies do not fit"):
+        build_tiny(changed, tiny_config(changed))
+
+
+def test_learned_frequencies_where_no_layer_turns_are_refused() -> None:
+    family = catalog().load("mistral_large4")
+    changed = family.model_copy(update={"attention": family.attention.model_copy(update={"rope": None})})
+    with pytest.raises(SpecError, match="no layer turns"):
+        build_tiny(changed, tiny_config(changed))

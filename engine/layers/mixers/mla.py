@@ -75,6 +75,9 @@ class LatentAttention(Mixer):
     Args:
         layer: the layer's plan; the mixer's options are :class:`MlaOptions`.
         plan: the model's plan.
+
+    Raises:
+        ConfigError: what the decoder learned of frequencies is of another width than the part that turns.
     """
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
@@ -87,6 +90,15 @@ class LatentAttention(Mixer):
         self.rope_dim = spec.rope_dim if turned else 0
         rotates = layer.rope is not None and self.rope_dim > 0
         self._rope = Rope(layer.rope, self.rope_dim) if layer.rope is not None and rotates else None
+        if spec.learned_frequencies and layer.rope is not None:
+            learned = layer.rope.width(layer.sizes.head_dim)
+            if learned != spec.rope_dim:
+                raise ConfigError(
+                    "the decoder's learned frequencies do not fit the part of a head that turns",
+                    where=f"{plan.family.family}.yaml, layer {layer.index}",
+                    expected=f"config.head_dim, or rope.dims, of rope_dim, {spec.rope_dim}",
+                    found=str(learned),
+                )
         self._packed = spec.gate is not None and spec.gate.enabled and spec.gate.path is None
         self._borrows, self._lends = borrowing(spec, layer.index)
         self._lender = spec.sources[layer.index] if spec.sources is not None and self._borrows else None
