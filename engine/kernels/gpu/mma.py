@@ -352,6 +352,12 @@ def codec_texts(p: Projection) -> str:
     return text("tensor.cu") + product_texts(p)
 
 
+def tile_text(name: str) -> str:
+    """The text of a launch whose warps take tiles of 16 rows."""
+    body = text(name).replace("ME_TILE_ASK\n", text("tile_ask.cu"))
+    return body.replace("ME_TILE_SUM\n", text("tile_sum.cu"))
+
+
 def down_text(ask: str, ready: str) -> str:
     """Launch B's text.
 
@@ -389,7 +395,7 @@ def mma_up(
         + (text("act.cu") if fragments else "")
         + (activation_text(request.activation) or "")
         + bounded(cut.warps),
-        source=opening(backend, many) + text("mma_up.cu"),
+        source=opening(backend, many) + tile_text("mma_up.cu"),
         groups=groups,
         warps=cut.warps,
         shared=up_layout(request, cut)[1],

@@ -51,25 +51,7 @@ const int64_t low_row = e * ME_F + f0 + g, high_row = low_row + (ME_GATED ? (own
 const char* const low = reinterpret_cast<const char*>(ME_LOW(w)) + low_row * row_bytes + t * (ME_BITS * 4);
 const char* const high = reinterpret_cast<const char*>(ME_HIGH(w)) + high_row * row_bytes + t * (ME_BITS * 4);
 const int first = part * units / ME_SPLIT, count = (part + 1) * units / ME_SPLIT - first;
-me_chunk hold[held][2];
-auto ask = [&](int j, int s) {
-  const int step = first * ME_UNIT + j;
-  if (j < count * ME_UNIT && step < steps) {
-    const bool there = chunks % 4 == 0 || step * 4 + t < chunks;
-    hold[s][0] = me_take(low + step * (ME_BITS * 16), there);
-    hold[s][1] = me_take(high + step * (ME_BITS * 16), there);
-  }
-};
-const int column = 2 * t % ME_GROUPS;
-me_scales scales[ME_AHEAD][2];
-auto ask_scales = [&](int i, int a) {
-  if (i < count) {
-    scales[a][0] = ME_LOW_SCALES(low_row * per_row, (first + i) * ME_GROUPS + column);
-    scales[a][1] = ME_HIGH_SCALES(high_row * per_row, (first + i) * ME_GROUPS + column);
-  }
-};
-ME_UNROLL for (int j = 0; j < held; ++j) ask(j, j);
-ME_UNROLL for (int a = 0; a < ME_AHEAD; ++a) ask_scales(a, a);
+ME_TILE_ASK
 
 // x as fragments, and its sums over each group.
 if (tid < 13) zeros[tid] = uint4{0, 0, 0, 0};
@@ -98,38 +80,7 @@ ME_UNROLL for (int i = 0; i < takes; ++i) {
 }
 __syncthreads();
 
-float low_total = 0.0f, high_total = 0.0f;
-const bool counts = ME_SUMMED && 2 * t < ME_GROUPS;
-const uint4* const mine = xs + (ME_HALVES > 1 && g >= ME_GROUPS ? vectors : 0) + t;
-for (int ahead = 0; ahead < count; ahead += ME_AHEAD) {
-  ME_UNROLL for (int a = 0; a < ME_AHEAD; ++a) {
-    const int i = ahead + a;
-    if (ME_AHEAD > 1 && i >= count) continue;
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f}, d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    ME_UNROLL for (int s = 0; s < ME_UNIT; ++s) {
-      const int j = i * ME_UNIT + s, step = first * ME_UNIT + j, slot = a * ME_UNIT + s;
-      if (steps % ME_UNIT == 0 || step < steps) {
-        me_step(hold[slot][0], hold[slot][1], me_feeds(lane, s, ME_HALVES) ? mine + step * 16 : zeros, c, d);
-      }
-      ask(j + held, slot);
-    }
-    const int at_group = (first + i) * ME_GROUPS + column;
-    const float sum0 = counts && at_group < per_row ? sums[at_group] : 0.0f;
-    const float sum1 = ME_GROUPS > 1 && counts && at_group + 1 < per_row ? sums[at_group + 1] : 0.0f;
-    low_total += me_fold(scales[a][0], c[0], d[0], c[1], d[1], sum0, sum1);
-    high_total += me_fold(scales[a][1], c[2], d[2], c[3], d[3], sum0, sum1);
-    ask_scales(i + ME_AHEAD, a);
-  }
-}
-low_total += me_swap(low_total, 1);
-high_total += me_swap(high_total, 1);
-low_total += me_swap(low_total, 2);
-high_total += me_swap(high_total, 2);
-if (t == 0) {
-  red[warp * 16 + g] = low_total;
-  red[warp * 16 + 8 + g] = high_total;
-}
-__syncthreads();
+ME_TILE_SUM
 // Whole warps go on, so that the sums of eight can be exchanged.
 if (warp * 32 < ME_TEAMS * per_tile) {
   const int r = tid < ME_TEAMS * per_tile ? tid : 0, f = tile0 * per_tile + r;

@@ -159,7 +159,11 @@ def build(backend: Backend, experts: ExpertWeights, one: One, dtype: mx.Dtype) -
     made, packed = one.outputs(dtype)
     written, places = output_text(made, packed)
     source = opening(backend, False) + places + defines(up)
-    source += "auto up_item = [&](const int group) {\nusing namespace me_up;\n" + text("mma_up.cu") + "};\n"
+    source += (
+        "auto up_item = [&](const int group) {\nusing namespace me_up;\n"
+        + mma.tile_text("mma_up.cu")
+        + "};\n"
+    )
     source += _undefined(up) + defines(down) + "using namespace me_down;\n"
     source += mma.down_text(text("one_ask.cu"), text("one_ready.cu"))
     return Launch(

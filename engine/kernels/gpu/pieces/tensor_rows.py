@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.gpu import cuda, mma
-from mlx_experts.engine.kernels.gpu.source import text
 from mlx_experts.engine.kernels.request import Projection
 
 TILE = 16
@@ -160,7 +159,7 @@ def layout(asked: Matrices, how: TensorCut) -> tuple[dict[str, int], int]:
     groups = -(-p.cols // p.group_size) if p.format == "affine" else 0
     return mma.layout(
         X=mma.steps(p) * 16 * asked.halves,
-        IDLE=13,
+        ZEROS=13,
         SUMS=-(-groups // 4),
         RED=how.warps * 4,
         NORMS=-(-how.warps // 4),
@@ -180,7 +179,8 @@ def settings(asked: Matrices, how: TensorCut) -> dict[str, object]:
         "SPLIT": how.split,
         # Vectors of the row that a thread asks for before the weights: 12 to 16 registers each.
         "EARLY": 1 if how.words > 16 else 2,
-        "SCALES(row, group)": f"me_scales_at<per_row>({scales}, group)" if scales else "me_scales{}",
+        "LOW_SCALES(row, group)": f"me_scales_at<per_row>({scales}, group)" if scales else "me_scales{}",
+        "HIGH_SCALES(row, group)": "ME_LOW_SCALES(row, group)",
     }
 
 
@@ -200,4 +200,4 @@ def header(asked: Matrices) -> str:
 
 def body(matrices: str) -> str:
     """The product; ``matrices`` is the chain of ``matrix_text``."""
-    return text("pieces/product_mma.cu").replace("ME_MATRIX\n", matrices)
+    return mma.tile_text("pieces/product_mma.cu").replace("ME_MATRIX\n", matrices)
