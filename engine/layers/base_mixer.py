@@ -28,6 +28,8 @@ class Mixer(Piece):
     """
 
     fused: bool | None = None
+    # Whether the inputs of queries, keys and values may be given apart, as a tuple of three.
+    takes_three: ClassVar[bool] = False
 
     def __call__(self, x: mx.array, state: ForwardState, cache: Any = None) -> mx.array:
         """``x`` [B, L, D] to [B, L, D], reading and extending ``cache``."""

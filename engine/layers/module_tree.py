@@ -36,6 +36,13 @@ def place(parent: nn.Module, path: str, child: Any) -> Any:
         if name not in parent:
             parent[name] = Holder()
         parent = parent[name]
+        if not isinstance(parent, nn.Module):
+            raise SpecError(
+                "a family file puts a module into something that holds none",
+                where=path,
+                expected=f"{name} as a module",
+                found=type(parent).__name__,
+            )
     if leaf in parent:
         raise SpecError("a family file puts two modules in one place", where=path)
     parent[leaf] = child

@@ -183,7 +183,7 @@ class DecoderLayer(VersionedModule):
         )
 
     def demand(self, layer: LayerPlan, plan: Plan, *names: str) -> None:
-        """Refuse a layer that lacks parts which its form reads.
+        """Refuse a layer that lacks parts which its form reads, or has branches side by side.
 
         Args:
             names: of ``LayerParts``.
@@ -192,13 +192,14 @@ class DecoderLayer(VersionedModule):
             SpecError: naming those that are missing.
         """
         parts = self.parts()
-        missing = [name for name in names if getattr(parts, name) is None]
-        if missing:
+        wrong = [f"no {name}" for name in names if getattr(parts, name) is None]
+        wrong += ["parallel branches"] if self.parallel else []
+        if wrong:
             raise SpecError(
                 f"a layer of the kind '{layer.block.kind}' lacks what that kind reads",
                 where=f"{plan.family.family}.yaml, block, layer {layer.index}",
                 expected=f"{', '.join(names)}, and branches that are not parallel",
-                found=f"no {', no '.join(missing)}",
+                found=", ".join(wrong),
             )
 
     @property

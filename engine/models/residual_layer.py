@@ -33,6 +33,7 @@ from mlx_experts.engine.layers.routers.stateful_moe import StatefulMoE
 from mlx_experts.engine.models.decoder import DecoderLayer
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.plugins.manager import components
+from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.values import Count, ModulePath, Options, Spec, Width
 
@@ -131,7 +132,7 @@ class ResidualLayer(DecoderLayer):
         fused: passed to the MoE block.
 
     Raises:
-        SpecError: the layer lacks a mixer or an MLP.
+        SpecError: the layer lacks a mixer or an MLP, or its mixer does not take what the form reads.
     """
 
     sends_state = True
@@ -144,6 +145,8 @@ class ResidualLayer(DecoderLayer):
         paths = []
         for branch in _BRANCHES:
             path, site = form.site(layer, branch)
+            if site.inputs > 1:
+                self._check_apart(plan)
             place(self, path, site)
             paths.append(path)
         self._site_paths = tuple(paths)
@@ -156,7 +159,9 @@ class ResidualLayer(DecoderLayer):
             gated = [self._block.pre_mixer, self._block.pre_mlp if layer.mlp == "moe" else None]
             for name in gated:
                 if name is not None:
-                    self[name] = GatedRMSNorm(self[name], width, options.norm_gate.rank)
+                    above, _, leaf = name.rpartition(".")
+                    holder = find(self, above)
+                    holder[leaf] = GatedRMSNorm(holder[leaf], width, options.norm_gate.rank)
         inject = options.inject
         wanted = inject is not None and layer.index + inject.base in inject.layers
         self._inject = inject.path if inject is not None and wanted else None
@@ -196,6 +201,17 @@ class ResidualLayer(DecoderLayer):
             return stream
 
         return run
+
+    def _check_apart(self, plan: Plan) -> None:
+        parts = self.parts()
+        wrong = "a norm before it" if parts.pre_mixer is not None else type(parts.mixer).__name__
+        if parts.pre_mixer is not None or not parts.mixer.takes_three:
+            raise SpecError(
+                "the inputs of queries, keys and values come apart, and the mixer does not take them so",
+                where=f"{plan.family.family}.yaml, block",
+                expected="`pre_mixer: null`, and attention that takes three inputs (`kind: relative`)",
+                found=wrong,
+            )
 
     def _parts(self, cache: Any) -> tuple[Any, Any, Any]:
         """The caches of the mixer, of the convolutions and of what is injected."""

@@ -7,7 +7,7 @@ batch, L tokens, D model width, N streams, n longest n-gram, m hashes for each n
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,8 +19,9 @@ from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.module_tree import look_up
 from mlx_experts.engine.layers.options import check_parts, read_options
 from mlx_experts.engine.layers.residual.gated import GroupedRMSNorm
-from mlx_experts.engine.models.residual_layer import InjectionSpec
+from mlx_experts.engine.models.residual_layer import InjectionSpec, form_of
 from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.errors import ConfigError, SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.values import Count, Spec, Times, Width
 
@@ -40,7 +41,7 @@ class NgramValuesOptions(Spec):
     rows: Width = Field(description="Rows of a hash's table are the next primes from this number on.")
     padded_to: Width = Field(description="All rows together are padded to a multiple of this.")
     seed: Count = Field(description="Seed of the hashes' multipliers.")
-    boundary: Count | list[Count] = Field(
+    boundary: Count | Annotated[list[Count], Field(min_length=1)] = Field(
         description="Token that no n-gram reaches across; the first of a list."
     )
 
@@ -87,7 +88,8 @@ class NgramValues(nn.Module):
         spec: where the module stands, and its options.
 
     Raises:
-        ConfigError: the width cannot be divided among the hashes.
+        ConfigError: there are no n-grams, or the width cannot be divided among their hashes.
+        SpecError: the layers have another number of streams.
     """
 
     def __init__(self, layer: LayerPlan, plan: Plan, spec: InjectionSpec) -> None:
@@ -95,7 +97,21 @@ class NgramValues(nn.Module):
         self._spec = own = read_options(NgramValuesOptions, spec.options, "n-grams in the streams")
         width, eps, centred = layer.sizes.hidden_size, layer.sizes.norm_eps, plan.norm.offset == "run"
         count = (own.longest - 1) * own.hashes
-        check_parts(own.width, max(count, 1), "the n-grams' width cannot be divided among their hashes")
+        if not count:
+            raise ConfigError(
+                "the longest n-gram is the token itself, so there are none",
+                where="config.json or the family file, options of the n-grams",
+                expected="`longest` of 2 or more",
+                found=str(own.longest),
+            )
+        check_parts(own.width, count, "the n-grams' width cannot be divided among their hashes")
+        if (streams := form_of(plan).streams) != own.streams:
+            raise SpecError(
+                "what n-grams add has not as many streams as the layers",
+                where=f"{plan.family.family}.yaml, block.options.inject",
+                expected=f"{streams or 'no'} streams",
+                found=str(own.streams),
+            )
         place = spec.layers.index(layer.index + spec.base)
         self._boundary = own.boundary if isinstance(own.boundary, int) else own.boundary[0]
         self._sizes = primes_from(own.rows, place * count, count)

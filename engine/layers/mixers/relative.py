@@ -85,6 +85,7 @@ class RelativeAttention(Mixer):
     """
 
     float32_leaves: ClassVar[tuple[str, ...]] = ("static_weight",)
+    takes_three = True
 
     def __init__(self, layer: LayerPlan, plan: Plan) -> None:
         super().__init__()

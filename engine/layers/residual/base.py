@@ -20,6 +20,9 @@ Branch = Literal["mixer", "mlp"]
 class Site(Piece):
     """Reads one branch's input from the stream, and writes the branch's output into it."""
 
+    # Inputs that one read may give.
+    inputs = 1
+
     def read(self, stream: Any) -> tuple[Any, Any]:
         """The branch's input ``[B, L, D]`` (or a tuple of them), and what :meth:`write` needs again."""
         raise NotImplementedError
@@ -34,6 +37,11 @@ class ResidualForm:
 
     A plain object: its leaves live in the decoder and its layers, under the names that checkpoints use.
     """
+
+    @property
+    def streams(self) -> int | None:
+        """N where the stream is ``[B, L, N, D]``, else None."""
+        return None
 
     def build(self, decoder: nn.Module) -> None:
         """Place what the frame has of its own in ``decoder``."""

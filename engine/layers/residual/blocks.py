@@ -126,6 +126,7 @@ class BlockSite(Site):
         self._apart, self._reads = apart, branch == "mlp" or index > 0
         self._closes = branch == "mixer" and index % spec.layers == 0
         self._mixes, self._looped = branch == "mixer", rank > 0
+        self.inputs = len(_INPUTS) if apart or (self._mixes and rank) else 1
         if self._reads:
             self.query = mx.zeros((3, width) if apart else (width,))
         if apart:

@@ -88,6 +88,11 @@ class Gated(ResidualForm):
         self.spec, self.width, self.eps = spec, plan.sizes.hidden_size, plan.sizes.norm_eps
         self.centred = plan.norm.offset == "run"
 
+    @property
+    def streams(self) -> int:
+        """N."""
+        return self.spec.streams
+
     def build(self, decoder: nn.Module) -> None:
         """Place the gates behind the last layer."""
         place(decoder, self.spec.head, self._gates(writes=False))

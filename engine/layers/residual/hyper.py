@@ -133,6 +133,11 @@ class Hyper(ResidualForm):
     def __init__(self, spec: HyperOptions, plan: Plan) -> None:
         self.spec, self.width, self.eps = spec, plan.sizes.hidden_size, plan.sizes.norm_eps
 
+    @property
+    def streams(self) -> int:
+        """N."""
+        return self.spec.streams
+
     def build(self, decoder: nn.Module) -> None:
         """Place the head's weights, where the family has them."""
         if self.spec.head is not None:
