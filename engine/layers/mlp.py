@@ -13,6 +13,7 @@ from mlx_experts.engine.kernels.request import Activation
 from mlx_experts.engine.layers.module_tree import find, place
 from mlx_experts.engine.layers.tensor_parallel import Cuts
 from mlx_experts.engine.layers.versioned import VersionedModule
+from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.spec.family import ActivationSpec
 
 
@@ -36,6 +37,9 @@ class MLP(VersionedModule):
         names: leaves of gate, up and down.
         fused: gate and up are one matrix, gate rows first, under the gate's name.
         scale: leaf of a learned factor on the output, or None.
+
+    Raises:
+        ConfigError: there is no inner width.
     """
 
     def __init__(
@@ -50,6 +54,13 @@ class MLP(VersionedModule):
         scale: str | None = None,
     ) -> None:
         super().__init__()
+        if width < 1:
+            raise ConfigError(
+                "a dense MLP has no inner width",
+                where="config.json or the family file",
+                expected="`config.dense_width`, or a `width` where the MLP is stated",
+                found=str(width),
+            )
         self._activation, self._names, self._fused, self._scale = activation, names, fused, scale
         if scale is not None:
             self[scale] = mx.ones((1,))

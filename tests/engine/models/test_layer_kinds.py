@@ -6,10 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_experts.engine.kernels import activations
 from mlx_experts.engine.layers.mixers.relative import RelativeAttention
+from mlx_experts.engine.layers.mlp import MLP
 from mlx_experts.engine.models.known_families import catalog
 from mlx_experts.engine.tools.family_check import build_tiny
-from mlx_experts.registry.errors import RegistryError, SpecError
+from mlx_experts.registry.errors import ConfigError, RegistryError, SpecError
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 
 BY_KIND = {catalog().load(name).block.kind: name for name in sorted(catalog().names())}
@@ -92,3 +94,8 @@ def test_a_gated_norm_may_stand_below_a_module() -> None:
     changed = family.model_copy(update={"block": block})
     model = build_tiny(changed, tiny_config(changed))
     assert np.isfinite(np.array(model(mx.array([[1, 2, 3]])).astype(mx.float32))).all()
+
+
+def test_a_dense_mlp_without_a_width_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a dense MLP has no inner width"):
+        MLP(64, 0, activations.make("swiglu"))
