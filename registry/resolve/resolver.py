@@ -17,7 +17,7 @@ from mlx_experts.registry.errors import ConfigError, RegistryError, SpecError
 from mlx_experts.registry.resolve.class_defaults import class_default
 from mlx_experts.registry.resolve.plan import Sizes
 from mlx_experts.registry.spec.family import SizesSpec
-from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST
+from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST, FLOAT32_LEAST
 from mlx_experts.registry.spec.values import Ref, Spec
 from mlx_experts.registry.spec.written import Written, read_elsewhere, section_of
 
@@ -311,10 +311,13 @@ def _ordinary(key: str, value: Any) -> Any:
     """The value, where it is no number that MLX cannot take.
 
     Raises:
-        ConfigError: it is not finite, or too large.
+        ConfigError: it is not finite, too large, or so small that float32 has it for zero.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and not abs(value) <= (FLOAT32_LARGEST if isinstance(value, float) else 2**63 - 1):
+    fits = not number or value == 0 or abs(value) <= 2**63 - 1
+    if isinstance(value, float) and value != 0:
+        fits = FLOAT32_LEAST <= abs(value) <= FLOAT32_LARGEST
+    if not fits:
         raise ConfigError(
             f"'{key}' holds a number that cannot be",
             where="config.json",

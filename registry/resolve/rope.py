@@ -9,7 +9,7 @@ from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.plan import Sizes
 from mlx_experts.registry.resolve.resolver import Resolver
 from mlx_experts.registry.spec.family import RopeSpec
-from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST, RopePlan
+from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST, FLOAT32_LEAST, RopePlan
 from mlx_experts.registry.spec.written import Written
 
 
@@ -80,10 +80,11 @@ def _read(
         share, share_from = field("partial"), "partial"
 
     def positive(key: str, value: Any, most: float, source: str) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and FLOAT32_LEAST <= value <= most:
             return float(value)
         what, found = "must be a positive number", repr(value)[:80]
-        expected = f"a number above 0 and at most {most:g}"
+        expected = f"a number from {FLOAT32_LEAST:g} to {most:g}"
         if source:
             raise resolver.fault(
                 getattr(spec, source), layer, f"{at}.{source}", what, expected=expected, found=found

@@ -6,6 +6,8 @@ from typing import Any, Literal
 from mlx_experts.registry.errors import ConfigError
 
 FLOAT32_LARGEST = 3.4e38
+# Anything smaller but zero is denormal there, and MLX takes it for zero.
+FLOAT32_LEAST = 1.2e-38
 ROPE_PLACE = "rope_parameters or rope_scaling in config.json, or `rope` in the family file"
 """Where the parameters of a rotation may come from."""
 
@@ -47,7 +49,8 @@ class RopePlan:
         value = self.params.get(name)
         if not value and default is not None:
             return default
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= FLOAT32_LARGEST:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and FLOAT32_LEAST <= value <= FLOAT32_LARGEST:
             return float(value)
         raise ConfigError(
             f"rope type '{self.type}' needs a positive number '{name}'",

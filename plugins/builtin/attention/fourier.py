@@ -21,7 +21,7 @@ from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 from mlx_experts.registry.spec.family import GqaSpec
-from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST
+from mlx_experts.registry.spec.rope_plan import FLOAT32_LARGEST, FLOAT32_LEAST
 from mlx_experts.registry.spec.values import Bool, Count, Num, Spec
 
 LEAVES = ("cos_coef", "sin_coef")
@@ -57,11 +57,11 @@ class FourierAttention(Attention):
         spec = mixer_options(FourierOptions, layer, "attention with mixed frequencies")
         super().__init__(dataclasses.replace(layer, mixer=spec.attention), plan)
         half = self.head_dim // 2
-        if not 1.0 / FLOAT32_LARGEST <= spec.theta <= FLOAT32_LARGEST:
+        if not FLOAT32_LEAST <= spec.theta <= FLOAT32_LARGEST:
             raise ConfigError(
                 "'rope_theta' must be a positive number",
                 where="config.json",
-                expected=f"a number above 0 and at most {FLOAT32_LARGEST:g}",
+                expected=f"a number from {FLOAT32_LEAST:g} to {FLOAT32_LARGEST:g}",
                 found=str(spec.theta),
             )
         every = [float(spec.theta) ** (-2.0 * i / self.head_dim) for i in range(half)]

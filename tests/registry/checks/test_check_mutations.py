@@ -195,6 +195,18 @@ def test_what_a_config_may_hold_is_said_in_our_words(key: str, value: Any, expec
     assert caught.value.expected == expected
 
 
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_a_number_that_float32_has_for_zero_is_refused(key: str) -> None:
+    family = catalog().load("mixtral")
+    for value in (2e-309, -1e-40):
+        with pytest.raises(ConfigError, match=f"'{key}' ") as caught:
+            resolve(family, {**tiny_config(family), key: value})
+        assert caught.value.found == repr(value)
+    parameters = {"rope_parameters": {"rope_type": "default", "rope_theta": 2e-309}}
+    with pytest.raises(ConfigError, match="'rope_theta' must be a positive number"):
+        resolve(family, {**tiny_config(family), **parameters})
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -220,5 +220,5 @@ def test_generated_tokens_see_the_prompt_and_the_last_of_their_own() -> None:
 def test_mixed_frequencies_of_no_positive_base_are_refused(theta: float) -> None:
     config = tiny_config(catalog().load("interns1pro"))
     config["text_config"]["rope_theta"] = theta
-    with pytest.raises(ConfigError, match="'rope_theta' must be a positive number"):
+    with pytest.raises(ConfigError, match=r"'rope_theta' (must be a positive|holds a) number"):
         built("interns1pro", **config)
