@@ -12,6 +12,10 @@ ROPE_PLACE = "rope_parameters or rope_scaling in config.json, or `rope` in the f
 """Where the parameters of a rotation may come from."""
 
 
+def _fits(value: float) -> bool:
+    return FLOAT32_LEAST <= value <= FLOAT32_LARGEST
+
+
 @dataclass(frozen=True)
 class RopePlan:
     """Rotary parameters of one layer.
@@ -49,8 +53,7 @@ class RopePlan:
         value = self.params.get(name)
         if not value and default is not None:
             return default
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and FLOAT32_LEAST <= value <= FLOAT32_LARGEST:
+        if isinstance(value, int | float) and not isinstance(value, bool) and _fits(value):
             return float(value)
         raise ConfigError(
             f"rope type '{self.type}' needs a positive number '{name}'",
