@@ -142,6 +142,11 @@ def add_plugin_file(path: Path) -> None:
             _FILES.append(path)
 
 
+def plugin_files() -> tuple[Path, ...]:
+    """The files that :func:`add_plugin_file` has named, for a process that is to load the same plugins."""
+    return tuple(_FILES)
+
+
 def plugins_in_use() -> list[dict[str, str]]:
     """Every plugin that is loaded but the built-in ones: its name, its module and the hooks that it fills."""
     loaded = manager()

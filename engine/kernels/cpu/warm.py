@@ -103,13 +103,14 @@ def begin() -> None:
     if start.unavailable() is not None:
         return
     missing = [each for each in needed() if not each.on_disk()]
-    if _cores() < 2 or len(missing) < 2 or sum(each.seconds for each in missing) < WORTH:
+    if cores() < 2 or len(missing) < 2 or sum(each.seconds for each in missing) < WORTH:
         return  # this process compiles what it calls
     start.tell_of_compiling()
     start.WARMING.extend(_started(missing))
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -122,7 +123,7 @@ def _started(missing: list[Compiled]) -> list[subprocess.Popen[bytes]]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for share in _shares(missing, _cores())
+        for share in _shares(missing, cores())
     ]
 
 

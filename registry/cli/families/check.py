@@ -16,7 +16,7 @@ from mlx_experts.registry.cli.progress import track
 from mlx_experts.registry.errors import CheckFailed, SettingError
 
 if TYPE_CHECKING:
-    from mlx_experts.engine.tools.device_check import DeviceReport
+    from mlx_experts.engine.tools.device.report import DeviceReport
 
 
 def check(
@@ -37,6 +37,15 @@ def check(
             "--receipt", help="With --device: write what ran, how right and how fast.", show_default=False
         ),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            min=1,
+            help="With --device: processes that compile and compare; as many as cores beside a GPU, else 1.",
+            show_default=False,
+        ),
+    ] = None,
     record: Annotated[
         Path | None, typer.Option("--record", help="Write the results as an evidence file.")
     ] = None,
@@ -47,14 +56,21 @@ def check(
     """Prove by running that families are registered, build, load every layout and dispatch fused.
 
     --device runs this machine's kernels first and says last whether they may be trusted. A receipt of it
-    keeps device, versions, each kernel's distance to truth and its time against MLX's, as JSON.
+    keeps device, versions, each kernel's distance to truth and its time against MLX's, as JSON. Kernels are
+    compiled and compared in several processes; times are taken afterwards, one at a time.
 
     Example: registry check qwen3_moe mixtral
     """
     started = time.perf_counter()
     if receipt is not None:
         _may_write(receipt, device and not fast)
-    ran = _device(receipt) if device and not fast else None
+    if jobs is not None and (fast or not device):
+        raise SettingError(
+            "Only what runs on the device runs in several processes.",
+            where="--jobs",
+            hint="add --device, without --fast",
+        )
+    ran = _device(receipt, jobs) if device and not fast else None
     verdict = None if ran is None else ran.verdict()
     if ran is not None and not names:
         _finish_device(ran, json)
@@ -153,12 +169,12 @@ def _may_write(receipt: Path, asked: bool) -> None:
         )
 
 
-def _device(receipt: Path | None) -> DeviceReport:
+def _device(receipt: Path | None, jobs: int | None) -> DeviceReport:
     """Run the device's kernels, and time them where a receipt is written."""
-    from mlx_experts.engine.tools import device_check
+    from mlx_experts.engine.tools.device.check import run
     from mlx_experts.registry.cli.common import versions
 
-    ran = device_check.run(times=receipt is not None)
+    ran = run(times=receipt is not None, jobs=jobs)
     if receipt is not None:
         text = to_json.dumps(ran.receipt(versions()), indent=1)
         receipt.write_text(text + "\n", encoding="utf-8")

@@ -451,10 +451,10 @@ def test_a_bug_of_ours_leaves_a_report_and_no_traceback(
 
 @pytest.fixture
 def few_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_experts.engine.tools import device_check
+    from mlx_experts.engine.tools.device import combinations
 
-    monkeypatch.setattr(device_check, "_FORMATS", device_check._FORMATS[:2])
-    monkeypatch.setattr(device_check, "_TIMED", device_check._TIMED[:1])
+    monkeypatch.setattr(combinations, "_FORMATS", combinations._FORMATS[:2])
+    monkeypatch.setattr(combinations, "_TIMED", combinations._TIMED[:1])
 
 
 @pytest.mark.report("M19")
@@ -470,6 +470,23 @@ def test_check_device_runs_no_family_that_is_not_named_and_ends_with_its_verdict
     assert kept["trusted"] is True
     assert {"mlx", "mlx-lm", "mlx-experts", "machine", "device", "date"} <= kept["ran_on"].keys()
     assert kept["times"][0]["ratio"] > 0
+
+
+def test_check_device_in_two_processes_says_what_it_says_in_one(
+    few_formats: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [
+        json.loads(output(capsys, "check", "--device", "--json", "--jobs", jobs)[1]) for jobs in ("1", "2")
+    ]
+    for each in kept:
+        del each["seconds"]
+    assert kept[0] == kept[1]
+
+
+def test_jobs_of_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "check", "--jobs", "2")
+    assert code == 1
+    assert "add --device" in err
 
 
 def test_check_device_beside_a_family_says_the_verdict_last_but_for_the_count(

@@ -9,7 +9,8 @@ import pytest
 from mlx_experts.engine.kernels.cpu import router as cpu_router
 from mlx_experts.engine.kernels.gpu.pieces import truth
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
-from mlx_experts.engine.tools import device_pieces
+from mlx_experts.engine.kernels.request import Decline
+from mlx_experts.engine.tools.device import pieces
 
 
 @pytest.mark.parametrize("kind", ["cuda", "metal"])
@@ -22,14 +23,13 @@ def test_every_piece_and_its_plain_form_agree_with_truth(kind, request, monkeypa
         return piece.views([mx.array(m).astype(d) for m, (_, d) in zip(made, piece.memory(), strict=True)])
 
     monkeypatch.setattr(Piece, "__call__", played)
-    monkeypatch.setattr(
-        device_pieces.router_kernel, "prepare", lambda steps, device: cpu_router.prepare(steps)
-    )
-    monkeypatch.setattr(device_pieces, "_H", 256)
+    monkeypatch.setattr(pieces.router_kernel, "prepare", lambda steps, device: cpu_router.prepare(steps))
+    monkeypatch.setattr(pieces, "_H", 256)
     names = []
-    for attempt in device_pieces.attempts(kind, mx.float32):
-        if isinstance(attempt, tuple):
-            assert (kind, attempt[0]) == ("metal", "norm, router matrix and selection")
+    for name in pieces.kernels(kind):
+        attempt = pieces.attempt(name, kind, mx.float32)
+        if isinstance(attempt, Decline):
+            assert (kind, name) == ("metal", "norm, router matrix and selection")
             continue
         names.append(attempt.kernel)
         assert attempt.error() < 1e-5, attempt.kernel
@@ -53,13 +53,12 @@ def test_every_piece_and_its_plain_form_agree_with_truth(kind, request, monkeypa
 
 
 def test_a_wrong_piece_is_noticed(monkeypatch):
-    monkeypatch.setattr(
-        device_pieces.router_kernel, "prepare", lambda steps, device: cpu_router.prepare(steps)
-    )
+    monkeypatch.setattr(pieces.router_kernel, "prepare", lambda steps, device: cpu_router.prepare(steps))
     monkeypatch.setattr(
         Piece,
         "__call__",
         lambda piece, *token: [mx.ones(o.shape).astype(o.dtype) for o in piece.outputs.values()],
     )
-    errors = [a.error() for a in device_pieces.attempts("cuda", mx.float32) if not isinstance(a, tuple)]
+    tried = [pieces.attempt(name, "cuda", mx.float32) for name in pieces.kernels("cuda")]
+    errors = [each.error() for each in tried]
     assert all(np.array(errors[1:]) > 0.1)

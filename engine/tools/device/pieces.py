@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,20 +60,23 @@ class Attempt:
         return max(truth.distance(g, w.reshape(-1)) for g, w in zip(got, self.wanted, strict=True))
 
 
-def attempts(device: Device, dtype: mx.Dtype) -> Iterator[Attempt | tuple[str, Decline]]:
-    """Every kernel that the device has; with its name, why it has none."""
+_Make = Callable[[str, Device, mx.Dtype], Attempt | Decline]
+
+
+def kernels(device: Device) -> tuple[str, ...]:
+    """The names of the kernels that a device may have."""
+    return tuple(_ON_CPU if device == "cpu" else _ON_GPU)
+
+
+def shares(kernel: str) -> str:
+    """What compiled kernels it shares: plain MLX after a router matrix has the router's own."""
+    return _ROUTER if kernel == _ROUTING else kernel
+
+
+def attempt(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt | Decline:
+    """One of ``kernels`` on one kind of input, or why the device has none."""
     mx.random.seed(0)
-    yield _router(device, dtype)
-    if device == "cpu":
-        yield "pieces", Decline("device", "a GPU", "cpu", "Pieces of a layer run in plain MLX on the CPU.")
-        return
-    yield _projections(device, dtype)
-    yield _output(device, dtype)
-    yield _turns(device, dtype)
-    yield _latents(device, dtype)
-    yield _of_each_head(device, dtype)
-    yield _delta(device, dtype)
-    yield _routing(device, dtype)
+    return (_ON_CPU if device == "cpu" else _ON_GPU)[kernel](kernel, device, dtype)
 
 
 def _row(size: int, dtype: mx.Dtype) -> mx.array:
@@ -116,15 +119,15 @@ def _attempt(
     return Attempt(kernel, what, dtype, partial(piece, *given), plain, [wanted[n] for n in piece.outputs])
 
 
-def _router(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:
+def _router(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt | Decline:
     steps, logits = RouterSteps(_E, _K, normalise="sum"), _row(_E, dtype)
     run = router_kernel.prepare(steps, device)
     if isinstance(run, Decline):
-        return "router", run
+        return run
     scores = np.exp(truth.wide(logits).reshape(-1))
     chosen = np.argsort(-scores, kind="stable")[:_K]
 
-    def kernel() -> list[mx.array]:
+    def routed() -> list[mx.array]:
         made = run(logits, None)
         assert not isinstance(made, Decline)
         return list(made)
@@ -136,7 +139,7 @@ def _router(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:
         return [indices, weights / weights.sum(axis=-1, keepdims=True)]
 
     wanted = [chosen.astype(np.float64), scores[chosen] / scores[chosen].sum()]
-    return Attempt("router", f"{_K} of {_E} experts", dtype, kernel, plain, wanted)
+    return Attempt(kernel, f"{_K} of {_E} experts", dtype, routed, plain, wanted)
 
 
 def _heads(dtype: mx.Dtype, whole: int = 0) -> Heads:
@@ -144,7 +147,7 @@ def _heads(dtype: mx.Dtype, whole: int = 0) -> Heads:
     return Heads(_D, Norm(_weight(whole or _D, dtype), _EPS), Turn(inverse, _D), whole=bool(whole))
 
 
-def _projections(device: Device, dtype: mx.Dtype) -> Attempt:
+def _projections(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt:
     layers = [_matrix(_H, n * _D, 4, dtype) for n in (_QUERIES, _KEYS, _KEYS)]
     q_heads, k_heads = _heads(dtype), _heads(dtype)
     products = tuple(Product(s, h) for (_, s), h in zip(layers, (q_heads, k_heads, None), strict=True))
@@ -163,10 +166,10 @@ def _projections(device: Device, dtype: mx.Dtype) -> Attempt:
         return [*made, v]
 
     wanted = truth.row_product(asked, token)
-    return _attempt("norm, projections and heads", "affine 4-bit", dtype, piece, token, plain, wanted)
+    return _attempt(kernel, "affine 4-bit", dtype, piece, token, plain, wanted)
 
 
-def _output(device: Device, dtype: mx.Dtype) -> Attempt:
+def _output(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt:
     layer, stack = _matrix(_QUERIES * _D, _H, 8, dtype)
     asked = RowProduct(_QUERIES * _D, (Product(stack),), residual=True)
     piece = row_product.build(asked, row_product.backend_of(device), device, dtype, join=True)
@@ -179,10 +182,10 @@ def _output(device: Device, dtype: mx.Dtype) -> Attempt:
     # The residual lies where the projections' launch leaves it.
     left = laid({"before": _row(_D, dtype), "residual": token["residual"]}, device)
     given = {"x": token["x"], "residual": left["residual"]}
-    return _attempt("output and residual", "affine 8-bit", dtype, piece, given, plain, wanted)
+    return _attempt(kernel, "affine 8-bit", dtype, piece, given, plain, wanted)
 
 
-def _turns(device: Device, dtype: mx.Dtype) -> Attempt:
+def _turns(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt:
     rows = {"q": (_heads(dtype, _QUERIES * _D), _QUERIES * _D), "k": (_heads(dtype, _KEYS * _D), _KEYS * _D)}
     piece = head_turns.build(rows, row_product.backend_of(device), device, dtype, join=True)
     token = {name: _row(width, dtype) for name, (_, width) in rows.items()}
@@ -201,10 +204,10 @@ def _turns(device: Device, dtype: mx.Dtype) -> Attempt:
             made.append(_turned(_norm(token[name], heads.norm).reshape(1, -1, 1, _D), heads))
         return made
 
-    return _attempt("norm over all heads, and heads", "", dtype, piece, token, plain, wanted)
+    return _attempt(kernel, "", dtype, piece, token, plain, wanted)
 
 
-def _latents(device: Device, dtype: mx.Dtype) -> Attempt:
+def _latents(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt:
     """A latent of 512 values and a key of 64, which are parts of one row."""
     c, r = 512, 64
     norm, turn = Norm(_weight(c, dtype), _EPS), Turn(1.0 / 1e4 ** (mx.arange(0, r, 2) / r), r, True)
@@ -230,10 +233,10 @@ def _latents(device: Device, dtype: mx.Dtype) -> Attempt:
         turned = mx.fast.rope(key[:, None], r, freqs=1 / turn.inverse, **how)
         return [_norm(latent[:, None], norm), turned]
 
-    return _attempt("norm of a latent, and its key", "", dtype, piece, token, plain, wanted)
+    return _attempt(kernel, "", dtype, piece, token, plain, wanted)
 
 
-def _of_each_head(device: Device, dtype: mx.Dtype) -> Attempt:
+def _of_each_head(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt:
     """Queries on their way into a latent of 512 values; 64 rotated ones follow each head's own."""
     layer = MultiLinear(_D, 512, _QUERIES)
     layer.set_dtype(dtype)
@@ -244,11 +247,11 @@ def _of_each_head(device: Device, dtype: mx.Dtype) -> Attempt:
     piece = head_product.build(asked, row_product.backend_of(device), device, dtype)
     x = mx.random.normal((1, _QUERIES, 1, _D + 64)).astype(dtype)
     wanted = {"y": truth.head_product(asked, x)}
-    what = "a matrix of each head"
-    return _attempt(what, "affine 4-bit", dtype, piece, {"x": x}, lambda: [quantised(x[..., :_D])], wanted)
+    token = {"x": x}
+    return _attempt(kernel, "affine 4-bit", dtype, piece, token, lambda: [quantised(x[..., :_D])], wanted)
 
 
-def _delta(device: Device, dtype: mx.Dtype) -> Attempt:
+def _delta(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt:
     """Half as many key heads as value heads, all 128 wide, and a convolution over four tokens."""
     keys, values, taps = 4, 8, 4
     channels = (2 * keys + values) * _D
@@ -285,15 +288,12 @@ def _delta(device: Device, dtype: mx.Dtype) -> Attempt:
         return [(normed * mx.sigmoid(z)).astype(dtype).flatten(-2), past[:, 1:], memory]
 
     wanted = truth.delta_step(step, token)
-    return _attempt("a gated delta net's token", "", dtype, piece, token, plain, wanted)
+    return _attempt(kernel, "", dtype, piece, token, plain, wanted)
 
 
-def _routing(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:
-    name = "norm, router matrix and selection"
+def _routing(kernel: str, device: Device, dtype: mx.Dtype) -> Attempt | Decline:
     if device != "cuda":
-        return name, Decline(
-            "device", "cuda", device, "Metal orders what a launch writes only within a group."
-        )
+        return Decline("device", "cuda", device, "Metal orders what a launch writes only within a group.")
     layer, stack = _matrix(_H, _E, 8, dtype)
     norm, steps = Norm(_weight(_H, dtype), _EPS), RouterSteps(_E, _K, normalise="sum")
     piece = routing.build(stack, norm, steps, row_product.backend_of(device), dtype, join=True)
@@ -319,4 +319,22 @@ def _routing(device: Device, dtype: mx.Dtype) -> Attempt | tuple[str, Decline]:
         return [row, *made]
 
     token = {"x": x, "counter": routing.zeros(x)}
-    return _attempt(name, "affine 8-bit", dtype, piece, token, plain, wanted)
+    return _attempt(kernel, "affine 8-bit", dtype, piece, token, plain, wanted)
+
+
+def _none(kernel: str, device: Device, dtype: mx.Dtype) -> Decline:
+    return Decline("device", "a GPU", device, "Pieces of a layer run in plain MLX on the CPU.")
+
+
+_ROUTER, _ROUTING = "router", "norm, router matrix and selection"
+_ON_CPU: Mapping[str, _Make] = {_ROUTER: _router, "pieces": _none}
+_ON_GPU: Mapping[str, _Make] = {
+    _ROUTER: _router,
+    "norm, projections and heads": _projections,
+    "output and residual": _output,
+    "norm over all heads, and heads": _turns,
+    "norm of a latent, and its key": _latents,
+    "a matrix of each head": _of_each_head,
+    "a gated delta net's token": _delta,
+    _ROUTING: _routing,
+}
