@@ -14,7 +14,7 @@ from pydantic import Field
 
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.module_tree import look_up
-from mlx_experts.engine.layers.options import read_options
+from mlx_experts.engine.layers.options import check_parts, read_options
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import ConfigError
 from mlx_experts.registry.resolve.planner import Plan
@@ -46,7 +46,7 @@ class NgramEmbedding(nn.Module):
         plan: the model's plan; the embedding's options are :class:`NgramOptions`.
 
     Raises:
-        ConfigError: the tables cannot share the model's width.
+        ConfigError: there are tables and no n-grams, or the tables cannot share the model's width.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -56,13 +56,16 @@ class NgramEmbedding(nn.Module):
         count, width = spec.tables * (spec.longest - 1), sizes.hidden_size
         if not spec.ratio:
             count = 0
-        elif count < 1 or width % count:
+        elif not count:
             raise ConfigError(
-                "the model's width cannot be divided among the n-gram tables",
-                where="config.json or the family file",
-                expected=f"a multiple of {count}",
-                found=str(width),
+                "the longest n-gram is the token itself, so there are none",
+                where="config.json or the family file, options of the n-gram embeddings",
+                expected="`longest` of 2 or more",
+                found=str(spec.longest),
+                hint="correct `longest`, or give a `ratio` of 0 where the model has no tables",
             )
+        else:
+            check_parts(width, count, "the model's width cannot be divided among the n-gram tables")
         self._reach, self._tables, self._vocabulary = spec.longest - 1, spec.tables, sizes.vocab_size
         self._whole = spec.whole_token
         self._boundary = [spec.boundary] if isinstance(spec.boundary, int) else list(spec.boundary)

@@ -125,6 +125,15 @@ def test_a_width_that_the_tables_cannot_share_is_refused() -> None:
         embedding(hidden_size=64)
 
 
+def test_tables_without_ngrams_are_refused_with_what_to_correct() -> None:
+    with pytest.raises(ConfigError, match="so there are none") as caught:
+        embedding(emb_neighbor_num=1)
+    assert caught.value.expected == "`longest` of 2 or more"
+    assert caught.value.found == "1"
+    assert "`ratio` of 0" in caught.value.hint
+    assert len(embedding(emb_neighbor_num=1, ngram_vocab_size_ratio=0).embedders) == 0
+
+
 def test_a_text_must_have_an_end() -> None:
     family = catalog().load("longcat_flash_ngram")
     options = {**family.embedding.options, "boundary": []}
