@@ -37,6 +37,12 @@ def test_branches_of_such_a_kind_are_not_parallel(kind: str) -> None:
         build(kind, parallel=True)
 
 
+def test_branches_around_a_residual_form_are_not_parallel() -> None:
+    """Each branch reads the stream and is written to it, whatever norms there are."""
+    with pytest.raises(SpecError, match=r"of the kind 'residual'(?s:.*)found: +parallel branches$"):
+        build("residual", parallel=True)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
