@@ -183,7 +183,7 @@ class DecoderLayer(VersionedModule):
         )
 
     def demand(self, layer: LayerPlan, plan: Plan, *names: str) -> None:
-        """Refuse a layer that lacks parts which its form reads, or has branches side by side.
+        """Refuse a layer that lacks parts which its kind reads, or has branches side by side.
 
         Args:
             names: of ``LayerParts``.
@@ -191,14 +191,13 @@ class DecoderLayer(VersionedModule):
         Raises:
             SpecError: naming those that are missing.
         """
+        refuse_parallel(layer, plan)
         parts = self.parts()
-        wrong = [f"no {name}" for name in names if getattr(parts, name) is None]
-        wrong += ["parallel branches"] if self.parallel else []
-        if wrong:
+        if wrong := [f"no {name}" for name in names if getattr(parts, name) is None]:
             raise SpecError(
                 f"a layer of the kind '{layer.block.kind}' lacks what that kind reads",
                 where=f"{plan.family.family}.yaml, block, layer {layer.index}",
-                expected=f"{', '.join(names)}, and branches that are not parallel",
+                expected=", ".join(names),
                 found=", ".join(wrong),
             )
 
@@ -234,6 +233,22 @@ class DecoderLayer(VersionedModule):
     def make_cache(self) -> Any:
         """The mixer's cache, or None."""
         return find(self, self._mixer_path).make_cache() if self._mixer_path is not None else None
+
+
+def refuse_parallel(layer: LayerPlan, plan: Plan) -> None:
+    """Refuse branches side by side in a layer whose kind says how its branches are joined.
+
+    Raises:
+        SpecError: naming the kind.
+    """
+    if layer.block.parallel:
+        raise SpecError(
+            f"a layer of the kind '{layer.block.kind}' joins its branches in a way of its own",
+            where=f"{plan.family.family}.yaml, block.parallel",
+            expected="no `parallel` beside this kind",
+            found="parallel: true",
+            hint="leave out `parallel`, or take the standard kind",
+        )
 
 
 def _in_turn(

@@ -19,7 +19,7 @@ from mlx_experts.engine.layers.module_tree import find, make_norm, place
 from mlx_experts.engine.layers.moe import MoE
 from mlx_experts.engine.layers.options import read_options
 from mlx_experts.engine.layers.versioned import VersionedModule
-from mlx_experts.engine.models.decoder import layer_path, make_mixer
+from mlx_experts.engine.models.decoder import layer_path, make_mixer, refuse_parallel
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -44,7 +44,12 @@ class Frame(VersionedModule):
     """
 
     def frame(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> ParallelMoeOptions:
-        """Build everything but the experts."""
+        """Build everything but the experts.
+
+        Raises:
+            SpecError: the layer lacks attention or an MLP, or asks for branches of the standard layer.
+        """
+        refuse_parallel(layer, plan)
         options = read_options(ParallelMoeOptions, layer.block.options, "a layer with parallel experts")
         width, block = layer.sizes.hidden_size, layer.block
         dense = layer.moe.shared if layer.moe is not None else layer.dense

@@ -14,7 +14,7 @@ from mlx_experts.engine.layers.mlp import MLP, activation_of
 from mlx_experts.engine.layers.module_tree import find, make_norm, place
 from mlx_experts.engine.layers.options import read_options
 from mlx_experts.engine.layers.versioned import VersionedModule
-from mlx_experts.engine.models.decoder import make_mixer, make_mlp
+from mlx_experts.engine.models.decoder import make_mixer, make_mlp, refuse_parallel
 from mlx_experts.plugins.hookspecs import hookimpl
 from mlx_experts.registry.errors import SpecError
 from mlx_experts.registry.resolve.planner import LayerPlan, Plan
@@ -45,11 +45,12 @@ class ShortcutLayer(VersionedModule):
         fused: passed to the MoE block.
 
     Raises:
-        SpecError: the layer lacks a mixer, experts, or one of the norms.
+        SpecError: the layer lacks a mixer, experts, or one of the norms, or has parallel branches.
     """
 
     def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
         super().__init__()
+        refuse_parallel(layer, plan)
         block, sizes = layer.block, layer.sizes
         if layer.mixer is None or layer.moe is None or block.pre_mixer is None or block.pre_mlp is None:
             raise SpecError(

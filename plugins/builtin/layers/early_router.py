@@ -10,12 +10,21 @@ import mlx.core as mx
 from mlx_experts.engine.layers.decode.layer_parts import as_it_is
 from mlx_experts.engine.layers.forward_context import ForwardState
 from mlx_experts.engine.layers.moe import MoE
-from mlx_experts.engine.models.decoder import DecoderLayer
+from mlx_experts.engine.models.decoder import DecoderLayer, refuse_parallel
 from mlx_experts.plugins.hookspecs import hookimpl
+from mlx_experts.registry.resolve.planner import LayerPlan, Plan
 
 
 class EarlyRouterLayer(DecoderLayer):
-    """``h = x + mixer(pre(x)); h + experts(pre(h))``, routed by ``x`` (SmallThinker, arXiv 2507.20984)."""
+    """``h = x + mixer(pre(x)); h + experts(pre(h))``, routed by ``x`` (SmallThinker, arXiv 2507.20984).
+
+    Raises:
+        SpecError: the layer has parallel branches.
+    """
+
+    def __init__(self, layer: LayerPlan, plan: Plan, fused: bool | None) -> None:
+        super().__init__(layer, plan, fused)
+        refuse_parallel(layer, plan)
 
     def bind(self) -> Callable[[mx.array, ForwardState, Any], mx.array]:
         """The call as one function; a layer without experts is the standard one."""

@@ -31,16 +31,26 @@ def test_a_norm_that_a_kind_reads_is_demanded(kind: str, norm: str) -> None:
         build(kind, **{norm: None})
 
 
-@pytest.mark.parametrize("kind", WITH_NORMS)
+@pytest.mark.parametrize("kind", [*WITH_NORMS, "early_router", "parallel_moe", "shortcut"])
 def test_branches_of_such_a_kind_are_not_parallel(kind: str) -> None:
-    with pytest.raises(RegistryError, match="parallel"):
+    with pytest.raises(SpecError, match=rf"of the kind '{kind}'(?s:.*)found: +parallel: true"):
         build(kind, parallel=True)
 
 
 def test_branches_around_a_residual_form_are_not_parallel() -> None:
     """Each branch reads the stream and is written to it, whatever norms there are."""
-    with pytest.raises(SpecError, match=r"of the kind 'residual'(?s:.*)found: +parallel branches$"):
+    with pytest.raises(SpecError, match=r"of the kind 'residual'(?s:.*)found: +parallel: true"):
         build("residual", parallel=True)
+
+
+def test_every_kind_of_a_family_is_tried_with_parallel_branches() -> None:
+    assert set(BY_KIND) - {"standard"} == {
+        *WITH_NORMS,
+        "early_router",
+        "parallel_moe",
+        "residual",
+        "shortcut",
+    }
 
 
 @pytest.mark.parametrize(
