@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 import pytest
 
+from mlx_experts.engine.kernels.cpu import start
 from mlx_experts.engine.tools.mlx_lm_tools import run_tool
 from mlx_experts.registry import cli
+from mlx_experts.registry.cli import progress
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,7 +50,8 @@ def test_a_command_prints_what_is_shown(command: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.usefixtures("in_the_repository")
 def test_the_demo_writes_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    made, *written = session("make demo")
+    """What only a first run tells has a test of its own."""
+    _, made, _, *written = session("make demo")
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
     prompt = re.search(r"^PROMPT \?= (.*)$", recipe, re.M)
     options = re.search(r"^\t\$\(BIN\)/registry (.*) \$\(ARGS\)$", recipe, re.M)
@@ -57,6 +61,21 @@ def test_the_demo_writes_what_is_shown(capsys: pytest.CaptureFixture[str]) -> No
     arguments = [each.strip('"') for each in re.findall(r'"[^"]*"|\S+', made)][1:]
     assert cli.run(arguments) == 0
     assert " ".join(comparable(capsys.readouterr().out)).split() == " ".join(written).split()
+
+
+def test_the_first_run_of_the_demo_tells_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installing, _, compiling, *_ = session("make demo")
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f'@echo "{installing.replace(".venv", "$(VENV)")}"' in recipe
+    assert "VENV := .venv\n" in recipe
+    # As `generate` tells it on standard error.
+    monkeypatch.setattr(logging.getLogger("mlx_experts.kernels"), "handlers", [])
+    progress.tell_of_compiling()
+    start.tell_of_compiling.cache_clear()
+    start.tell_of_compiling()
+    assert capsys.readouterr().err == f"{compiling}\n"
 
 
 def test_the_family_that_is_shown_is_the_file() -> None:
