@@ -378,11 +378,16 @@ def test_draft_without_a_family_that_is_none_is_your_error(capsys: pytest.Captur
     assert output(capsys, "draft", CASE, "--without", "mixtrall")[0] == 1
 
 
-def test_inspect_of_the_wrong_family_tells_no_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = output(capsys, "inspect", str(DEMO), "--family", "mixtral")
+def test_inspect_of_the_wrong_family_tells_no_sizes_wherever_the_checkpoint_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "memory"
+    path.symlink_to(DEMO.resolve())
+    code, out, _ = output(capsys, "inspect", str(path), "--family", "mixtral")
     assert code == 1
     assert "does not load" in out
-    assert "memory" not in out
+    assert "\nmemory: " not in out
+    assert "\nmemory: " in output(capsys, "inspect", str(path))[1]
 
 
 def test_check_of_one_family_as_json(capsys: pytest.CaptureFixture[str]) -> None:
