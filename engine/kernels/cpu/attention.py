@@ -13,8 +13,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from mlx_experts.engine.kernels.cpu.driver import DEPTH
-from mlx_experts.engine.kernels.cpu.numba_forms import (
-    Forms,
+from mlx_experts.engine.kernels.cpu.intrinsics import (
     address,
     as_float,
     byte,
@@ -29,6 +28,7 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     write,
     zeros,
 )
+from mlx_experts.engine.kernels.cpu.numba_forms import Forms
 from mlx_experts.engine.kernels.cpu.products.tiles import PADDING
 
 QUERIES = 24  # queries of a head that a task takes: whole steps of the dot products

@@ -15,9 +15,7 @@ import os
 import numpy as np
 from numba import get_num_threads, njit, prange, set_num_threads
 
-from mlx_experts.engine.kernels.cpu.numba_forms import (
-    Forms,
-    Part,
+from mlx_experts.engine.kernels.cpu.intrinsics import (
     address,
     as_float,
     call_activation,
@@ -37,6 +35,7 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     write,
     zeros,
 )
+from mlx_experts.engine.kernels.cpu.numba_forms import Forms, Part
 
 (
     FUNCTION,  # compiled product of rows

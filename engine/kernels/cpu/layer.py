@@ -15,8 +15,8 @@ import numpy as np
 
 from mlx_experts.engine.kernels.cpu import driver, stacks, start, token
 from mlx_experts.engine.kernels.cpu.experts import Layout
+from mlx_experts.engine.kernels.cpu.intrinsics import bits
 from mlx_experts.engine.kernels.cpu.linear import FusedLinear
-from mlx_experts.engine.kernels.cpu.numba_forms import bits
 from mlx_experts.engine.kernels.cpu.router import Routed
 from mlx_experts.engine.kernels.cpu.steps import StepList
 

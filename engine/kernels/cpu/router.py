@@ -27,7 +27,7 @@ class Routed:
 
     def __init__(self, steps: RouterSteps) -> None:
         from mlx_experts.engine.kernels.cpu import token
-        from mlx_experts.engine.kernels.cpu.numba_forms import bits
+        from mlx_experts.engine.kernels.cpu.intrinsics import bits
 
         self._route = token.route
         self.top_k, self.biased = steps.top_k, steps.bias

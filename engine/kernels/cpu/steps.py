@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mlx_experts.engine.kernels.cpu import driver, start, token
-from mlx_experts.engine.kernels.cpu.numba_forms import (
-    Forms,
-    Part,
+from mlx_experts.engine.kernels.cpu.intrinsics import (
     bits,
     call_loop,
     call_part,
@@ -29,6 +27,7 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     packed,
     unpacked,
 )
+from mlx_experts.engine.kernels.cpu.numba_forms import Forms, Part
 
 if TYPE_CHECKING:
     from mlx_experts.engine.kernels.cpu.experts import Layout

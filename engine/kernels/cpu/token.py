@@ -13,15 +13,12 @@ import numpy as np
 from numba import njit
 
 from mlx_experts.engine.kernels.cpu import driver
-from mlx_experts.engine.kernels.cpu.numba_forms import (
-    Forms,
-    Part,
+from mlx_experts.engine.kernels.cpu.intrinsics import (
     address,
     as_float,
     call_loop,
     call_part,
     number,
-    one_by_one,
     packed,
     read,
     release,
@@ -32,6 +29,7 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     write,
     zeros,
 )
+from mlx_experts.engine.kernels.cpu.numba_forms import Forms, Part, one_by_one
 
 # Sums may be reordered; infinities and NaNs keep their meaning.
 _BITS = np.uint32

@@ -25,8 +25,7 @@ from mlx_experts.engine.kernels.cpu.driver import (
     WEIGHT,
     _factor,
 )
-from mlx_experts.engine.kernels.cpu.numba_forms import (
-    Forms,
+from mlx_experts.engine.kernels.cpu.intrinsics import (
     address,
     as_float,
     call_activation,
@@ -44,6 +43,7 @@ from mlx_experts.engine.kernels.cpu.numba_forms import (
     write,
     zeros,
 )
+from mlx_experts.engine.kernels.cpu.numba_forms import Forms
 from mlx_experts.engine.kernels.cpu.products.amx import ROWS as HEIGHT
 from mlx_experts.engine.kernels.cpu.products.amx import TOKENS
 
