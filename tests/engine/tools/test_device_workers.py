@@ -154,7 +154,7 @@ def wait_until(true, seconds: float = 20.0) -> bool:
 
 
 @pytest.fixture
-def checking() -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
+def checking(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
     """A command that checks its device in two processes, which have started, and all its processes."""
     command = [sys.executable, "-c", "from mlx_experts.registry.cli.entry import main; main()"]
     with subprocess.Popen(
@@ -163,6 +163,7 @@ def checking() -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
         stderr=subprocess.PIPE,
         start_new_session=True,
         cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a process that is killed leaves its folder
     ) as process:
         # The workers, and multiprocessing's own.
         assert wait_until(lambda: len(children(process.pid)) == 3)
