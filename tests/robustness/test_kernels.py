@@ -229,7 +229,16 @@ def narrow(source: str) -> list[str]:
 
 
 @pytest.mark.report("KRN-21")
-@pytest.mark.parametrize("name", ["rows_up.h", "rows_down.h", "mma_up.cu", "mma_down.cu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rows_up.h",
+        "rows_down.h",
+        "tiles/mma_up.cu",
+        "tiles/down_ask.cu",
+        "tiles/down_bulk_ask.cu",
+    ],
+)
 def test_kernels_count_rows_of_stacks_in_64_bits(name: str) -> None:
     """A stack of 512 experts of [2048, 4096] has more than 2^31 weights."""
     assert _PRODUCT.search(text(name))

@@ -7,10 +7,11 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights, request_of
-from mlx_experts.engine.kernels.gpu import mma, one_launch
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, Pair
-from mlx_experts.engine.kernels.gpu.one_launch import One
 from mlx_experts.engine.kernels.gpu.source import Backend, pitch, row_values, rows_down, rows_up
+from mlx_experts.engine.kernels.gpu.tiles import cuts, one_launch, two_launches
+from mlx_experts.engine.kernels.gpu.tiles.cuts import CutDown, CutUp
+from mlx_experts.engine.kernels.gpu.tiles.one_launch import One
 from mlx_experts.engine.kernels.request import Decline, KernelRequest
 
 BACKEND = Backend(
@@ -42,16 +43,16 @@ def launches(
         many: for several tokens, whose number follows from the grid.
     """
     words = pitch(row_values(request), request)
-    if capability is not None and mma.takes_up(request):
+    if capability is not None and two_launches.takes_up(request):
         room = _room(capability)
-        cut_up = mma.cut_up(request, many=many)
-        fits_up = mma.up_layout(request, cut_up)[1] <= room
-        if fits_up and mma.takes_down(request):
-            cut_down = mma.cut_down(request, many=many)
-            if mma.down_layout(cut_down)[1] <= room:
+        cut_up = cuts.cut_up(request, many=many)
+        fits_up = cut_up.layout(request)[1] <= room
+        if fits_up and two_launches.takes_down(request):
+            cut_down = cuts.cut_down(request, many=many)
+            if cut_down.layout(request)[1] <= room:
                 return mma_pair(experts, request, cut_up, cut_down, many=many)
         if fits_up:
-            up = mma.mma_up(BACKEND, experts, request, cut_up, fragments=False, many=many)
+            up = two_launches.mma_up(BACKEND, experts, request, cut_up, None, many=many)
             return Pair(up, rows_down(BACKEND, experts, request, many=many), words)
     up = rows_up(BACKEND, experts, request, many=many)
     return Pair(up, rows_down(BACKEND, experts, request, many=many), words)
@@ -71,13 +72,13 @@ def one(request: KernelRequest, capability: tuple[int, int] | None) -> One | Non
 
 
 def mma_pair(
-    experts: ExpertWeights, request: KernelRequest, up: mma.CutUp, down: mma.CutDown, *, many: bool = False
+    experts: ExpertWeights, request: KernelRequest, up: CutUp, down: CutDown, *, many: bool = False
 ) -> Pair:
     """Both tensor-core launches with the given cuts."""
     return Pair(
-        mma.mma_up(BACKEND, experts, request, up, fragments=True, many=many),
-        mma.mma_down(BACKEND, experts, request, down, many=many),
-        pitch(mma.act_words(request), request),
+        two_launches.mma_up(BACKEND, experts, request, up, down, many=many),
+        two_launches.mma_down(BACKEND, experts, request, down, many=many),
+        pitch(down.act_words(request), request),
     )
 
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights
 from mlx_experts.engine.kernels.gpu.joined import Joined, reading
-from mlx_experts.engine.kernels.gpu.one_launch import One
 from mlx_experts.engine.kernels.gpu.source import Backend, Launch, down_arrays, up_arrays
+from mlx_experts.engine.kernels.gpu.tiles.one_launch import One
 
 _Step = Callable[..., mx.array]
 

@@ -227,6 +227,7 @@ def shared_settings(experts: ExpertWeights, request: KernelRequest, values: int)
         "UP_FIRST": up.first if up else 0,
         "WEIGHED": int(is_weighed(request)),
         "WEIGH_AT": values,
+        "LEAVE(i, v)": "act[i] = v",
     }
 
 

@@ -7,4 +7,4 @@ for (int c = lane; c < ME_H / ME_WEIGH_CHUNK; c += 32) {
   g += ME_DOT_WEIGH;
 }
 g = me_sum(g);
-if (lane == 0) act[ME_WEIGH_AT] = 1.0f / (1.0f + me_exp(-ME_END_WEIGH));
+if (lane == 0) ME_LEAVE(ME_WEIGH_AT, 1.0f / (1.0f + me_exp(-ME_END_WEIGH)));

@@ -132,11 +132,11 @@ class AroundExperts:
         routed = self.router.bind(moe).on(device, n)
         return (n, *routed) if self.added is None else (x, n, *routed)
 
-    def _prepare_route(self, device: Device, dtype: mx.Dtype, marks: int = 0) -> Piece | Decline:
+    def _prepare_route(self, device: Device, dtype: mx.Dtype, state: int = 0) -> Piece | Decline:
         """Norm, router matrix and selection in one launch.
 
         Args:
-            marks: words of zero that it leaves for the experts' launch.
+            state: words without a value that it leaves for the experts' launch.
         """
         spec = self.router.spec
         if device != "cuda":
@@ -165,14 +165,14 @@ class AroundExperts:
             added=self.added,
             join=True,
             joined=self.joined,
-            marks=marks,
+            state=state,
         )
 
     def _prepare_both(self, device: Device, dtype: mx.Dtype, decision: Decision) -> Run | Decline:
         """The experts read what the routing launch wrote as one array."""
         pair, top_k = decision.run, self.router.top_k
         one = pair.one(top_k) if isinstance(pair, FusedPair) else None
-        route = self._prepare_route(device, dtype, 0 if one is None else one.marks)
+        route = self._prepare_route(device, dtype, 0 if one is None else one.words)
         if isinstance(route, Decline):
             return route
         if not isinstance(pair, FusedPair) or route.packed is None:

@@ -157,8 +157,8 @@ class HostDevice:
             RuntimeError: clang refused it; the message is clang's.
         """
         if self.kind == "cuda":
-            for name in ("tensor.cu", "pieces/device.cu", "one_device.cu"):
-                source = source.replace(text(name), "")
+            for name in ("tiles/tensor", "pieces/device", "tiles/one_device", "tiles/bulk_device"):
+                source = source.replace(text(f"{name}.cu"), "")
         source = _GROUP_ARRAY.sub(
             rf"\1 alignas(16) static {_GROUP_SPACE[self.kind]} T name[n]; {_POISON}", source
         )

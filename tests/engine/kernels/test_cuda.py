@@ -9,8 +9,9 @@ import subprocess
 import mlx.core as mx
 import pytest
 
-from mlx_experts.engine.kernels.gpu import cuda, mma
+from mlx_experts.engine.kernels.gpu import cuda
 from mlx_experts.engine.kernels.gpu.source import Launch
+from mlx_experts.engine.kernels.gpu.tiles import cuts
 
 HOPPER = (9, 0)
 LIMITS = {mx.bfloat16: 5e-3, mx.float16: 5e-3, mx.float32: 1e-5}
@@ -143,9 +144,9 @@ def test_every_cut_fits_the_shared_memory_of_every_chip(hidden, bits, build_case
     up = dataclasses.replace(request.up, cols=hidden, rows=1536)
     down = dataclasses.replace(request.down, cols=1536, rows=hidden)
     request = dataclasses.replace(request, gate=up, up=up, down=down, top_k=8)
-    cut_up, cut_down = mma.cut_up(request), mma.cut_down(request)
-    assert mma.up_layout(request, cut_up)[1] <= 99 * 1024
-    assert mma.down_layout(cut_down)[1] <= 99 * 1024
+    cut_up, cut_down = cuts.cut_up(request), cuts.cut_down(request)
+    assert cut_up.layout(request)[1] <= 99 * 1024
+    assert cut_down.layout(request)[1] <= 99 * 1024
 
 
 def test_a_kernel_changes_its_name_with_its_text_and_dtypes():

@@ -10,11 +10,11 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_experts.engine.kernels import activations, gather
-from mlx_experts.engine.kernels.gpu import cuda, one_launch
+from mlx_experts.engine.kernels.gpu import cuda
 from mlx_experts.engine.kernels.gpu.grouped import experts as grouped
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
-from mlx_experts.engine.kernels.gpu.one_launch import CutOne, One
-from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, viewed
+from mlx_experts.engine.kernels.gpu.tiles import one_launch
+from mlx_experts.engine.kernels.gpu.tiles.cuts import CutDown, CutUp
 
 pytestmark = pytest.mark.cuda
 
@@ -196,28 +196,51 @@ def test_a_planted_mistake_is_noticed(right, wrong, tensor_cores, build_case, ca
     assert not built.distance(run(built.x, built.indices, built.weights)) < 5e-3
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bulk", [False, True], ids=["registers", "copied"])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_digits(bits, group, bulk, rows, build_case, case_type):
+    """Codes as bytes, and weights brought by the copy engine."""
+    if bulk and cuda.capability() < (9, 0):
+        pytest.skip("the copy engine needs compute capability 9.0")
+    built = build_case(case_type(bits=bits, group=group, hidden=640, width=384, top_k=4, rows=rows), "cuda")
+    up, down = CutUp(3, 4, digits=True, bulk=bulk), CutDown(1, 8, digits=True, bulk=bulk)
+    run = cuda.prepare(built.experts, built.x.dtype)
+    run.plan = lambda top_k, many: cuda.mma_pair(built.experts, built.request, up, down, many=many)
+    run.options["init_value"] = float("nan")
+    first, again = (run(built.x, built.indices, built.weights) for _ in range(2))
+    assert built.distance(first) < LIMITS[built.x.dtype]
+    assert mx.array_equal(first, again)
+
+
+ONE_LAUNCH = [
+    (768, ("affine", 4, 64)),
+    (768, ("mxfp4", 4, 32)),
+    (768, ("nvfp4", 4, 16)),
+    (512, ("affine", 4, 64)),
+    (512, ("affine", 8, 64)),
+    (512, ("mxfp4", 4, 32)),
+]
+
+
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize(
-    "stored", [("affine", 4, 64), ("affine", 8, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16)], ids=str
-)
-@pytest.mark.parametrize("width", [768, 512])
+@pytest.mark.parametrize(("width", "stored"), ONE_LAUNCH, ids=str)
 def test_one_launch(width, stored, dtype, build_case, case_type):
-    """Four calls at once, each with marks of its own, against truth and against themselves."""
+    """Four calls at once, each with words of its own, against truth and against themselves."""
     mode, bits, group = stored
     sizes = dict(mode=mode, bits=bits, group=group, dtype=dtype)
     built = build_case(case_type(hidden=2048, width=width, experts=16, top_k=8, **sizes), "cuda")
-    cut = CutOne(24, 4, 1)
-    one = One(built.request, cut)
-    launch = one_launch.build(cuda.BACKEND, built.experts, one, dtype)
-    _, packed = one.outputs(dtype)
+    one = one_launch.plan(built.request, 132, 227 * 1024)
+    assert one is not None
+    launch = one_launch.build(cuda.BACKEND, built.experts, one)
     held = arrays_of(built.experts) | {"x": built.x, "indices": built.indices, "weights": built.weights}
-    states = [mx.zeros((max(4, one.marks),), mx.uint32) + 0 for _ in range(4)]
+    states = [mx.full((one.words,), int(one_launch.NOTHING[:-1], 16), mx.uint32) for _ in range(4)]
     mx.eval(states)
     inputs = [[(held | {"state": state})[name] for name in launch.inputs] for state in states]
-    dtypes = [*(array.dtype for array in inputs[0]), packed.dtype]
-    run = launch.make(cuda.BACKEND, dtypes, [(packed.size,)], init_value=float("nan"))
+    dtypes = [*(array.dtype for array in inputs[0]), dtype]
+    run = launch.make(cuda.BACKEND, dtypes, [built.truth.shape], init_value=float("nan"))
     outs = [run(given)[0] for given in inputs]
     mx.eval(outs)
-    made = [viewed(PackedValue(out, packed.places["y"])).reshape(built.truth.shape) for out in outs]
-    assert built.distance(made[0]) < LIMITS[dtype]
-    assert all(mx.array_equal(y, made[0]) for y in made[1:])
+    assert built.distance(outs[0]) < LIMITS[dtype]
+    assert all(mx.array_equal(y, outs[0]) for y in outs[1:])

@@ -16,7 +16,6 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.expert_weights import ExpertWeights, Stack
 from mlx_experts.engine.kernels.gpu import cuda
-from mlx_experts.engine.kernels.gpu.mma import CHUNK, STEP
 from mlx_experts.engine.kernels.gpu.source import (
     NVFP4_UNIT,
     WARP,
@@ -28,6 +27,7 @@ from mlx_experts.engine.kernels.gpu.source import (
     format_number,
     text,
 )
+from mlx_experts.engine.kernels.gpu.tiles.form import CHUNK, STEP, tile_text
 from mlx_experts.engine.kernels.request import Decline, KernelRequest, Projection
 
 PATH: Literal["grouped"] = "grouped"
@@ -35,7 +35,7 @@ PATH: Literal["grouped"] = "grouped"
 TILE, _STAGES, _WARPS = 64, 3, 8
 _PITCH, _ORDER_WARPS, _SUM_WARPS = 20, 4, 4
 MAX_EXPERTS = 4096
-_CODECS = {"affine": "codec_affine.cu", "plain": "codec_plain.cu"}
+_CODECS = {"affine": "codec_affine", "plain": "codec_plain"}
 
 
 def takes(request: KernelRequest) -> bool:
@@ -151,9 +151,9 @@ def _product(
         "END(v)": end,
         "KEEP(pair, row, value)": keep,
     }
-    codec = text(_CODECS.get(p.format, "codec_float.cu"))
-    header = text(backend.prelude) + defines(settings) + text("tensor.cu") + text("chunk.cu") + codec
-    header += text("grouped/codec.cu") + text("grouped/place.cu") + text("grouped/keep.cu")
+    codec = _CODECS.get(p.format, "codec_float")
+    header = text(backend.prelude) + defines(settings) + tile_text("tensor", "chunk", codec)
+    header += text("grouped/codec.cu") + tile_text("place") + text("grouped/keep.cu")
     header += activation_text(request.activation) or ""
     bounds = f"__attribute__((global)) __attribute__((launch_bounds({_WARPS * WARP})))"
     header += f"#undef __global__\n#define __global__ {bounds}\n"
@@ -217,7 +217,7 @@ class GroupedExperts:
             label="grouped_order",
             inputs=("x", "order", "experts"),
             outputs=("rows", "starts", "places"),
-            header=text(self.backend.prelude) + defines(settings) + text("grouped/place.cu"),
+            header=text(self.backend.prelude) + defines(settings) + tile_text("place"),
             source=self.backend.opening + text("grouped/order.cu"),
             groups=1,
             warps=_ORDER_WARPS,

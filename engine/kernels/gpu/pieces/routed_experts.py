@@ -1,4 +1,4 @@
-"""The experts' launches over what the routing launch wrote: one input for row, indices, weights and marks."""
+"""The experts' launches over what the routing launch wrote: one input for row, indices, weights and state."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_experts.engine.kernels.gpu import one_launch
 from mlx_experts.engine.kernels.gpu.joined import reading
 from mlx_experts.engine.kernels.gpu.launch_pair import FusedPair, arrays_of
-from mlx_experts.engine.kernels.gpu.one_launch import One
-from mlx_experts.engine.kernels.gpu.pieces.packed import PackedValue, Value
+from mlx_experts.engine.kernels.gpu.pieces.packed import Value
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.source import Launch
+from mlx_experts.engine.kernels.gpu.tiles import one_launch
+from mlx_experts.engine.kernels.gpu.tiles.one_launch import One
 
 # The experts' launches know these outputs of the routing launch by other names.
 _NAMES = {"x": "normed", "indices": "chosen", "weights": "share", "state": "state"}
@@ -42,14 +42,13 @@ def build(experts: FusedPair, route: Piece, top_k: int) -> Callable[[mx.array], 
 
 
 def build_one(experts: FusedPair, one: One, route: Piece) -> Callable[[mx.array], Value]:
-    """As :func:`build`, in one launch; ``route`` leaves as many marks as it needs."""
-    launch = one_launch.build(experts.backend, experts.experts, one, experts.dtype)
+    """As :func:`build`, in one launch; ``route`` leaves the words that it needs."""
+    launch = one_launch.build(experts.backend, experts.experts, one)
     launch, arrays = _prepared(experts, launch, route)
-    _, packed = one.outputs(experts.dtype)
-    dtypes = [mx.float32, *(a.dtype for a in arrays), packed.dtype]
-    only = launch.make(experts.backend, dtypes, [(packed.size,)], **experts.options)  # type: ignore[arg-type]
-    place = packed.places["y"]
-    return lambda routed: PackedValue(only([routed, *arrays])[0], place)
+    dtypes = [mx.float32, *(a.dtype for a in arrays), experts.dtype]
+    shape = (1, 1, one.request.down.rows)
+    only = launch.make(experts.backend, dtypes, [shape], **experts.options)  # type: ignore[arg-type]
+    return lambda routed: only([routed, *arrays])[0]
 
 
 def _prepared(experts: FusedPair, launch: Launch, route: Piece) -> tuple[Launch, list[mx.array]]:

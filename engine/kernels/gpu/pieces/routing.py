@@ -16,6 +16,7 @@ from mlx_experts.engine.kernels.gpu.pieces.packed import Output
 from mlx_experts.engine.kernels.gpu.pieces.piece import Piece
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct, Text
 from mlx_experts.engine.kernels.gpu.source import WARP, Backend, text
+from mlx_experts.engine.kernels.gpu.tiles.one_launch import NOTHING
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.kernels.router_kernel import RouterSteps, router_settings
 from mlx_experts.engine.kernels.router_kernel import check as check_steps
@@ -60,7 +61,7 @@ def build(
     logit: str = "v",
     join: bool = False,
     joined: Sequence[Joined] = (),
-    marks: int = 0,
+    state: int = 0,
 ) -> Piece:
     """The launch for CUDA: outputs ``y0`` (float32 logits), ``normed``, ``chosen`` (uint32) and ``share``.
 
@@ -71,7 +72,7 @@ def build(
         join: as in ``row_product.build``.
         joined: as there.
         logit: what is done to a logit ``v``, as a C expression.
-        marks: words of zero that the experts' launch wants, as the output ``state``.
+        state: words without a value that the experts' launch wants, as the output ``state``.
     """
     asked = RowProduct(matrix.projection.cols, (Product(matrix),), norm, added)
     how = row_product.cut(asked, "cuda")
@@ -81,12 +82,12 @@ def build(
             "normed": Output.row(asked.width, dtype),
             "chosen": Output.row(steps.top_k, mx.uint32),
             "share": Output.row(steps.top_k, mx.float32),
-            **({"state": Output.row(marks, mx.uint32)} if marks else {}),
+            **({"state": Output.row(state, mx.uint32)} if state else {}),
         },
         header=f"ME_INLINE float me_logit(float v) {{ return {logit}; }}\n"
         + router_settings(steps, "me_logit(me_fresh(y0 + (i)))"),
         tail=normed_text(asked, how.warps)
-        + _zeroed(marks, how.warps * WARP)
+        + _emptied(state, how.warps * WARP)
         + text("pieces/select.cu")
         + "{\n"
         + text("router.h")
@@ -97,9 +98,12 @@ def build(
     )
 
 
-def _zeroed(marks: int, threads: int) -> str:
-    """Writes the words of zero, by the first group."""
-    return f"for (int i = tid; group == 0 && i < {marks}; i += {threads}) state[i] = 0u;\n" if marks else ""
+def _emptied(words: int, step: int) -> str:
+    """Writes the words without a value, each group its share."""
+    if not words:
+        return ""
+    first, by = f"group * {step} + tid", f"ME_BLOCKS * {step}"
+    return f"for (int i = {first}; i < {words}; i += {by}) state[i] = {NOTHING};\n"
 
 
 def normed_text(asked: RowProduct, warps: int) -> str:

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_experts.engine.kernels.gpu import cuda, mma
+from mlx_experts.engine.kernels.gpu import cuda
+from mlx_experts.engine.kernels.gpu.source import text
+from mlx_experts.engine.kernels.gpu.tiles.cuts import layout as layout_of
+from mlx_experts.engine.kernels.gpu.tiles.form import TileForm, tile_text
+from mlx_experts.engine.kernels.gpu.tiles.form import takes as takes_tiles
 from mlx_experts.engine.kernels.request import Projection
 
 TILE = 16
@@ -104,7 +108,7 @@ def takes(asked: Matrices) -> bool:
     kinds = {(p.format, p.bits, p.group_size, p.dtype) for p in asked.projections}
     p = asked.projections[0]
     whole = asked.head is None or asked.head % TILE == 0
-    if asked.dtype not in (mx.bfloat16, mx.float16) or len(kinds) > 1 or not mma.takes(p) or not whole:
+    if asked.dtype not in (mx.bfloat16, mx.float16) or len(kinds) > 1 or not takes_tiles(p) or not whole:
         return False
     return layout(asked, cut(asked))[1] <= _ROOM and cut(asked).warps <= 32
 
@@ -127,8 +131,8 @@ def cut(asked: Matrices) -> TensorCut:
 
     Measured on an H200 for 22 shapes (docs/benchmarks-h200.md).
     """
-    p = asked.projections[0]
-    most, words, tiles = mma.units(p, asked.halves), _words(p, asked.halves), asked.tiles
+    form = _form(asked)
+    most, words, tiles = form.units, _words(form), asked.tiles
     if asked.head is not None:
         tiles = asked.head // TILE
         return TensorCut(
@@ -143,9 +147,14 @@ def cut(asked: Matrices) -> TensorCut:
     return TensorCut(1, _power(min(most, 16, max(1, _MULTIPROCESSORS * _RESIDENT // tiles))), words)
 
 
-def _words(p: Projection, halves: int) -> int:
+def _form(asked: Matrices) -> TileForm:
+    return TileForm(asked.projections[0], asked.halves)
+
+
+def _words(form: TileForm) -> int:
     """As many as 128 registers a thread have room for: affine scales and biases of three units at most."""
-    return min(_WORDS, 3 * mma.unit(p, halves) * mma.code_bits(p)) if p.format == "affine" else _WORDS
+    affine = form.projection.format == "affine"
+    return min(_WORDS, 3 * form.unit * form.code_bits) if affine else _WORDS
 
 
 def _power(most: int) -> int:
@@ -155,12 +164,11 @@ def _power(most: int) -> int:
 
 def layout(asked: Matrices, how: TensorCut) -> tuple[dict[str, int], int]:
     """Where each part of shared memory begins, in 16-byte vectors, and the bytes of all."""
-    p = asked.projections[0]
-    groups = -(-p.cols // p.group_size) if p.format == "affine" else 0
-    return mma.layout(
-        X=mma.steps(p) * 16 * asked.halves,
+    form = _form(asked)
+    return layout_of(
+        X=form.vectors,
         ZEROS=13,
-        SUMS=-(-groups // 4),
+        SUMS=-(-form.group_words // 4),
         RED=how.warps * 4,
         NORMS=-(-how.warps // 4),
     )
@@ -172,9 +180,8 @@ def settings(asked: Matrices, how: TensorCut) -> dict[str, object]:
     arrays = {"affine": "matrix_scales + (row), matrix_biases + (row)", "plain": ""}
     scales = arrays.get(p.format, "matrix_scales + (row)")
     return {
-        **mma.codec(p, asked.halves, how.words),
+        **_form(asked).settings(how.words),
         **layout(asked, how)[0],
-        "HALVES": asked.halves,
         "TEAMS": how.tiles,
         "SPLIT": how.split,
         # Vectors of the row that a thread asks for before the weights: 12 to 16 registers each.
@@ -195,9 +202,12 @@ def matrix_text(weight: str, scales: str, biases: str, group: str, rows: int) ->
 
 def header(asked: Matrices) -> str:
     """The text that the body calls."""
-    return mma.codec_texts(asked.projections[0])
+    return tile_text("tensor") + _form(asked).texts
 
 
 def body(matrices: str) -> str:
     """The product; ``matrices`` is the chain of ``matrix_text``."""
-    return mma.tile_text("pieces/product_mma.cu").replace("ME_MATRIX\n", matrices)
+    made = text("pieces/product_mma.cu")
+    for line, name in (("ME_TILE_ASK", "tile_ask"), ("ME_TILE_SUM", "tile_sum")):
+        made = made.replace(f"{line}\n", tile_text(name))
+    return made.replace("ME_MATRIX\n", matrices)

@@ -42,7 +42,9 @@ inline __half __ushort_as_half(unsigned short v) {
 inline float __half2float(__half v) { return v; }
 inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }
 template <typename T> T min(T a, T b) { return b < a ? b : a; }
+template <typename T> T max(T a, T b) { return a < b ? b : a; }
 inline float __uint_as_float(unsigned v) { return host::float_of(v); }
+inline unsigned __float_as_uint(float v) { return host::bits_of(v); }
 template <typename T> T __ldg(const T* p) { return *p; }
 template <typename T> T __shfl_xor_sync(unsigned, T v, int d) { return host::from_lane(v, host::lane() ^ d); }
 template <typename T> T __shfl_sync(unsigned, T v, int from) { return host::from_lane(v, from); }
@@ -53,6 +55,15 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
   return r;
 }
 inline void __syncthreads() { host::wait_group(); }
+inline int __syncthreads_or(int v) {
+  static int any;
+  host::wait_group();
+  any = 0;
+  host::wait_group();
+  any |= v;
+  host::wait_group();
+  return any;
+}
 inline void __syncwarp() { host::wait_warp(); }
 
 // In place of pieces/device.cu; groups run one after another.
@@ -67,12 +78,22 @@ inline bool me_is_last(const unsigned* counter, int blocks, int tid, bool* said)
   return *said;
 }
 inline float me_fresh(const float* p) { return *p; }
-// In place of one_device.cu.
-inline void me_mark(const unsigned* state, int item, int tid) {
-  host::wait_group();
-  if (tid == 0) const_cast<unsigned*>(state)[item / 32] |= 1u << item % 32;
+inline uint4 me_fresh(const uint4* p) { return *p; }
+// In place of bulk_device.cu.
+inline void me_full_begin(uint64_t* full) { host::full_begin(full); }
+inline void me_full_expect(uint64_t* full, int bytes) { host::full_expect(full, bytes); }
+inline void me_full_copy(void* to, const void* from, int bytes, uint64_t* full) {
+  host::full_copy(to, from, bytes, full);
 }
-inline unsigned me_marks(const unsigned* word) { return *word; }
+inline void me_full_wait(uint64_t* full, int parity) { host::full_wait(full, parity); }
+// In place of one_device.cu.
+inline void me_leave_word(float* to, unsigned bits) { *to = host::float_of(bits); }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  unsigned lanes = unsigned(v) << host::lane();
+  for (int d = 1; d < 32; d *= 2) lanes |= host::from_lane(lanes, host::lane() ^ d);
+  return lanes;
+}
+inline int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 
 inline unsigned me_bfloat(float v) { return host::to_bfloat(v); }
 inline unsigned me_bfloats(float low, float high) {
@@ -87,6 +108,9 @@ inline void me_commit() { host::commit(); }
 template <int N> void me_wait() { host::wait_copies(N); }
 inline uint4 me_stream(const void* p) { return *static_cast<const uint4*>(p); }
 inline void me_mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  host::multiply(c, a0, a1, a2, a3, b0, b1);
+}
+inline void me_mma(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   host::multiply(c, a0, a1, a2, a3, b0, b1);
 }
 namespace mlx::core::cu {

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 
@@ -27,6 +28,16 @@ struct Copy {
   const void* from;
   bool there;
 };
+struct Bulk {
+  void* to;
+  const void* from;
+  int bytes;
+};
+struct Full {
+  int missing = 0;
+  unsigned turn = 0;
+  std::vector<Bulk> asked;
+};
 struct Fiber {
   std::vector<char> stack = std::vector<char>(1 << 16);
   jmp_buf place;
@@ -37,6 +48,7 @@ struct Fiber {
 };
 
 std::deque<Fiber> fibers;
+std::map<const void*, Full> fulls;
 std::vector<Warp> warps;
 Barrier whole;
 jmp_buf scheduler;
@@ -108,6 +120,20 @@ void multiply(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint
   }
 }
 
+void multiply(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  const Slot* slots = exchange(mine, 6);
+  const int g = lane() / 4, t = lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + (i / 2) * 8, column = t * 2 + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const uint32_t a = slots[row % 8 * 4 + k % 16 / 4].word[row / 8 + k / 16 * 2] >> k % 4 * 8;
+      const uint32_t b = slots[column * 4 + k % 16 / 4].word[4 + k / 16] >> k % 4 * 8;
+      c[i] += int(a & 0xFF) * int(int8_t(b & 0xFF));
+    }
+  }
+}
+
 void copy(void* to, const void* from, bool there) { fibers[current].asked.back().push_back({to, from, there}); }
 void commit() { fibers[current].asked.emplace_back(); }
 void wait_copies(int groups_left) {
@@ -117,6 +143,34 @@ void wait_copies(int groups_left) {
       if (c.there) memcpy(c.to, c.from, 16); else memset(c.to, 0, 16);
     }
     asked.pop_front();
+  }
+}
+
+void full_begin(const void* full) { fulls[full] = Full{}; }
+void full_expect(const void* full, int bytes) { fulls.at(full).missing += bytes; }
+void full_copy(void* to, const void* from, int bytes, const void* full) {
+  if (bytes % 16 || uintptr_t(to) % 16 || uintptr_t(from) % 16) {
+    std::fprintf(stderr, "a copy is not of whole vectors\n");
+    std::abort();
+  }
+  fulls.at(full).asked.push_back({to, from, bytes});
+  fulls.at(full).missing -= bytes;
+}
+void full_wait(const void* full, int parity) {
+  for (int turns = 0;; ++turns) {
+    auto found = fulls.find(full);
+    if (found != fulls.end() && found->second.turn % 2 != parity) return;
+    if (found != fulls.end() && !found->second.missing && !found->second.asked.empty()) {
+      for (const Bulk& c : found->second.asked) memcpy(c.to, c.from, c.bytes);
+      found->second.asked.clear();
+      ++found->second.turn;
+      continue;
+    }
+    if (turns > 1000) {
+      std::fprintf(stderr, "what is waited for was not asked for\n");
+      std::abort();
+    }
+    yield();
   }
 }
 
@@ -130,6 +184,7 @@ void run(int group_count, int thread_count, void (*text)(void**), void** argumen
   for (group = 0; group < groups; ++group) {
     warps.assign(threads / 32, Warp{});
     whole = Barrier{};
+    fulls.clear();
     for (int i = 0; i < threads; ++i) {
       fibers[i].finished = false;
       fibers[i].barrier = nullptr;

@@ -23,11 +23,18 @@ const Slot* exchange(const uint32_t* mine, int words);
 
 // A tensor core's product of 16x16 and 16x8 bfloat16 values, added to this lane's four values of the result.
 void multiply(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
+void multiply(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
 
 // Asynchronous copies of 16 bytes, in groups: nothing arrives before it is waited for.
 void copy(void* to, const void* from, bool there);
 void commit();
 void wait_copies(int groups_left);
+
+// Copies that report to a word: nothing arrives before all that was expected was asked for, and is waited for.
+void full_begin(const void* full);
+void full_expect(const void* full, int bytes);
+void full_copy(void* to, const void* from, int bytes, const void* full);
+void full_wait(const void* full, int parity);
 
 // Runs the body on every thread of every group, one group after another.
 void run(int group_count, int thread_count, void (*body)(void**), void** pointers);

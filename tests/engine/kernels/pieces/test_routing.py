@@ -11,6 +11,7 @@ from mlx_experts.engine.kernels.gpu import cuda
 from mlx_experts.engine.kernels.gpu.pieces import routing, row_product, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Norm, Product, RowProduct
 from mlx_experts.engine.kernels.gpu.pieces.tensor_rows import TensorCut
+from mlx_experts.engine.kernels.gpu.tiles.one_launch import NOTHING
 from mlx_experts.engine.kernels.request import Decline
 from mlx_experts.engine.kernels.router_kernel import RouterSteps
 
@@ -82,11 +83,11 @@ def test_the_launch_before_leaves_zeros_to_count_with(how, on_host, make_matrix)
     assert truth.distance(got["y0"], truth.row_product(asked, token)["y0"]) < 3e-3
 
 
-def test_the_routing_leaves_marks_at_zero(on_host, make_matrix):
+def test_the_routing_leaves_words_without_a_value(on_host, make_matrix):
     matrix, x = make_matrix(256, 40, ("affine", 8, 64)), mx.ones((1, 1, 256), mx.bfloat16)
-    piece = routing.build(matrix, None, RouterSteps(40, 4), cuda.BACKEND, mx.bfloat16, marks=37)
+    piece = routing.build(matrix, None, RouterSteps(40, 4), cuda.BACKEND, mx.bfloat16, state=37)
     got = on_host("cuda", piece, {"x": x, "counter": routing.zeros(x)})
-    assert got["state"].tolist() == [0] * 37
+    assert got["state"].tolist() == [int(NOTHING[:-1], 16)] * 37
 
 
 def test_a_matrix_of_other_rows_is_declined(make_matrix):

@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_experts.engine.kernels.gpu import mma
 from mlx_experts.engine.kernels.gpu.pieces import row_product, tensor_rows, truth
 from mlx_experts.engine.kernels.gpu.pieces.row_product import Cut, Heads, Norm, Product, RowProduct, Turn
 from mlx_experts.engine.kernels.gpu.pieces.tensor_rows import TensorCut
+from mlx_experts.engine.kernels.gpu.tiles.form import TileForm
 from mlx_experts.engine.kernels.request import Projection
 
 LIMITS = {mx.bfloat16: 3e-3, mx.float16: 1e-3}
@@ -141,7 +141,7 @@ MISTAKES = {
     "late vectors are early ones": ("now = i >= early", "now = false"),
     "a warp's part of a row": ("const int first = part * units", "const int first = 0 * units"),
     "the last rows": ("min(row0 + g + 8, last)", "row0 + g"),
-    "the sums of groups": ("counts && at_group < per_row ? sums", "counts && at_group < 1 ? sums"),
+    "the sums of groups": ("counts && first + column < count ? sums", "counts && first + column < 1 ? sums"),
     "another barrier": ("__syncthreads();\nfloat factor", "float factor"),
     "a matrix's first row": ("row0 += team * 16", "row0 += 0"),
 }
@@ -203,7 +203,7 @@ def test_public_sizes_are_taken_and_every_warp_has_work(width, rows, stored):
     form = tensor_rows.Matrices(held, mx.bfloat16, exact=False, head=None)
     how = tensor_rows.chosen(form)
     assert how is not None
-    assert how.split <= mma.units(held[0], form.halves)
+    assert how.split <= TileForm(held[0], form.halves).units
     assert how.warps * form.halves <= 64
     assert sum(-(-r // how.unit) for r in rows) >= 80
     assert np.log2(how.split) % 1 == 0

@@ -12,7 +12,7 @@ constexpr int blocks = (tiles + ME_TEAMS - 1) / ME_TEAMS, own_blocks = (own_tile
 extern __shared__ uint4 me_shared[];
 uint4* const xs = me_shared + ME_AT_X;
 uint4* const zeros = me_shared + ME_AT_ZEROS;
-auto* const sums = reinterpret_cast<float*>(me_shared + ME_AT_SUMS);
+auto* const sums = reinterpret_cast<me_group*>(me_shared + ME_AT_SUMS);
 auto* const red = reinterpret_cast<float*>(me_shared + ME_AT_RED);
 const int tid = warp * 32 + lane, g = lane / 4, t = lane % 4, team = warp / ME_SPLIT, part = warp % ME_SPLIT;
 
@@ -35,52 +35,21 @@ if (own && rest / ME_TOKENS == own_blocks) {
 const int64_t e = own ? 0 : indices[token * ME_K + k];
 const int f0 = (tile0 + team < (own ? own_tiles : tiles) ? tile0 + team : 0) * per_tile;
 
-// x is on its way while the weights are.
-me_pack<me_uint, each / 2> raw[takes];
-float wide[ME_HALVES > 1 ? takes : 1][each];
-ME_UNROLL for (int i = 0; i < takes; ++i) {
-  const int v = i * threads + tid;
-  if (ME_HALVES > 1) {
-    if (v < real) me_load<each>(x + v * each, wide[ME_HALVES > 1 ? i : 0]);
-  } else if (v < real) {
-    raw[i] = me_raw<each / 2>(x + v * each);
-  }
-}
+ME_TILE_X_ASK
 
 const int64_t low_row = e * ME_F + f0 + g, high_row = low_row + (ME_GATED ? (own ? ME_UP_FIRST : 0) : 8);
 const char* const low = reinterpret_cast<const char*>(ME_LOW(w)) + low_row * row_bytes + t * (ME_BITS * 4);
 const char* const high = reinterpret_cast<const char*>(ME_HIGH(w)) + high_row * row_bytes + t * (ME_BITS * 4);
-const int first = part * units / ME_SPLIT, count = (part + 1) * units / ME_SPLIT - first;
+const int first = part * units / ME_SPLIT;
+const int count = units % ME_SPLIT ? (part + 1) * units / ME_SPLIT - first : units / ME_SPLIT;
 ME_TILE_ASK
 
-// x as fragments, and its sums over each group.
 if (tid < 13) zeros[tid] = uint4{0, 0, 0, 0};
-ME_UNROLL for (int i = 0; i < takes; ++i) {
-  const int v = i * threads + tid;
-  me_uint p[ME_HALVES][each / 2];
-  float sum = 0.0f;
-  ME_UNROLL for (int n = 0; n < each / 2; ++n) {
-    if (ME_HALVES > 1) {
-      const me_uint a = me_split(v < real ? ME_X_BY * wide[ME_HALVES > 1 ? i : 0][2 * n] : 0.0f);
-      const me_uint b = me_split(v < real ? ME_X_BY * wide[ME_HALVES > 1 ? i : 0][2 * n + 1] : 0.0f);
-      p[0][n] = __byte_perm(a, b, 0x5410);
-      p[ME_HALVES - 1][n] = __byte_perm(a, b, 0x7632);
-    } else {
-      p[0][n] = v < real ? (ME_X_BY == 1.0f ? raw[i].v[n] : me_times(raw[i].v[n], ME_X_BY)) : 0;
-    }
-    ME_UNROLL for (int h = 0; h < ME_HALVES; ++h) sum += me_bits(p[h][n] << 16) + me_bits(p[h][n] & 0xFFFF0000u);
-  }
-  if (ME_SUMMED) {
-    ME_UNROLL for (int d = 1; d < ME_SPAN / 8; d *= 2) sum += me_swap(sum, d);
-  }
-  if (v < vectors) {
-    ME_UNROLL for (int h = 0; h < ME_HALVES; ++h) xs[h * vectors + me_place(v)] = me_fragment(p[h]);
-    if (ME_SUMMED && v < real && v % (ME_SPAN / 8) == 0) sums[v / (ME_SPAN / 8)] = sum;
-  }
-}
+ME_TILE_X
 __syncthreads();
 
 ME_TILE_SUM
+ME_NEXT_PHASE
 // Whole warps go on, so that the sums of eight can be exchanged.
 if (warp * 32 < ME_TEAMS * per_tile) {
   const int r = tid < ME_TEAMS * per_tile ? tid : 0, f = tile0 * per_tile + r;
@@ -98,6 +67,6 @@ if (warp * 32 < ME_TEAMS * per_tile) {
 #if ME_FRAGMENTS
   me_keep(act, k * ME_EXPERT_STEPS, f, k * ME_F + f, value, real);
 #else
-  if (real) act[k * ME_F + f] = value;
+  if (real) ME_LEAVE(k * ME_F + f, value);
 #endif
 }

@@ -18,3 +18,7 @@ auto ask_scales = [&](int i, int a) {
 };
 ME_UNROLL for (int j = 0; j < held; ++j) ask(j, j);
 ME_UNROLL for (int a = 0; a < ME_AHEAD; ++a) ask_scales(a, a);
+auto arrived = [&] {};
+auto chunk_of = [&](int, int slot, int half) { return hold[slot][half]; };
+auto scales_of = [&](int, int a, int half) { return scales[a][half]; };
+const int mine8 = g;

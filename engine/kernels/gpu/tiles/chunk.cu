@@ -1,10 +1,7 @@
-// Tensor-core form: 16 rows by 128 codes a step. A lane has 32 neighbouring codes of a row ("chunk"), and codes
-// i and i + 4 of every eight make one bfloat16 pair, so x is kept in the same order ("fragments"). An affine
-// weight of 8 bits counts as two codes of 4, of which the high one meets 16 * x.
+// Tensor-core form: 16 rows by 128 codes a step. A lane has 32 neighbouring codes of a row ("chunk").
 // A warp sums over ME_UNIT steps at once. Column n of the product belongs to scale group n % ME_GROUPS of the
 // unit and to the high (n < ME_GROUPS) or low parts of x: a lane feeds x to the one column that is its inputs',
-// and zeros to the others, so every group has its own sum. Where a chunk has two scale groups (ME_PARTS), its
-// halves go to two sums of their own. A codec file says how codes become pairs and how sums are scaled.
+// and zeros to the others, so every group has its own sum.
 struct me_chunk { me_uint w[ME_BITS]; };
 constexpr int ME_GROUPS = ME_UNIT * 128 / ME_SPAN;
 
@@ -25,11 +22,22 @@ ME_INLINE me_chunk me_take(const char* p) {
   }
   return c;
 }
-// A chunk, or zeros past the row's end.
-ME_INLINE me_chunk me_take(const char* p, bool there) {
-  if (there) return me_take(p);
+ME_INLINE me_chunk me_no_chunk() {
   me_chunk c;
   ME_UNROLL for (int i = 0; i < ME_BITS; ++i) c.w[i] = 0;
+  return c;
+}
+// A chunk, or zeros past the row's end.
+ME_INLINE me_chunk me_take(const char* p, bool there) { return there ? me_take(p) : me_no_chunk(); }
+// The same from shared memory.
+ME_INLINE me_chunk me_take_near(const char* p, bool there) {
+  constexpr int at_once = ME_BITS % 4 == 0 ? 4 : ME_BITS % 2 == 0 ? 2 : 1;
+  if (!there) return me_no_chunk();
+  me_chunk c;
+  ME_UNROLL for (int i = 0; i < ME_BITS; i += at_once) {
+    const auto v = *reinterpret_cast<const me_pack<me_uint, at_once>*>(p + i * 4);
+    ME_UNROLL for (int n = 0; n < at_once; ++n) c.w[i + n] = v.v[n];
+  }
   return c;
 }
 

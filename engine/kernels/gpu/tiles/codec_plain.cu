@@ -7,8 +7,3 @@ ME_INLINE me_uint me_pair(const me_chunk& c, int j, int i, int piece) {
   if (!ME_IS_HALF) return w;
   return __byte_perm(me_split(me_half(w & 0xFFFFu)), me_split(me_half(w >> 16)), piece ? 0x7632 : 0x5410);
 }
-
-struct me_scales {};
-ME_INLINE float me_fold(me_scales, float c0, float d0, float c1, float d1, float, float) {
-  return c0 + d0 + (c1 + d1);
-}

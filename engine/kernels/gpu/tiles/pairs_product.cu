@@ -1,21 +1,8 @@
 // The product of a chunk of each row, as the codec before this decodes it, with fragments of x.
-// The fragment of 8 codes from neighbouring inputs in pairs: 8 inputs, or 4 and 16 times the 4.
-ME_INLINE uint4 me_fragment(const me_uint (&p)[4]) {
-  return {__byte_perm(p[0], p[2], 0x5410), __byte_perm(p[0], p[2], 0x7632), __byte_perm(p[1], p[3], 0x5410),
-          __byte_perm(p[1], p[3], 0x7632)};
-}
+// The fragment of 8 codes from 4 neighbouring inputs in pairs, and 16 times the 4.
 ME_INLINE uint4 me_fragment(const me_uint (&p)[2]) {
   const me_uint even = __byte_perm(p[0], p[1], 0x5410), odd = __byte_perm(p[0], p[1], 0x7632);
   return {even, me_times(even, 16.0f), odd, me_times(odd, 16.0f)};
-}
-
-// Where fragment v lies, so that the four lanes of a row read 64 bytes in a row.
-ME_INLINE int me_place(int v) { return (v & ~15) + (v & 3) * 4 + (v >> 2 & 3); }
-
-// Does this lane's column take this lane's inputs in this step of a unit?
-ME_INLINE bool me_feeds(int lane, int step, int halves) {
-  const int column = lane / 4;
-  return column < halves * ME_GROUPS && column % ME_GROUPS == (step * 128 + lane % 4 * 32) / ME_SPAN;
 }
 
 // 16 rows (low: g, high: g + 8) by 128 codes, into two sums that do not wait for each other.

@@ -5,6 +5,13 @@ ME_INLINE void me_mma(float (&c)[4], me_uint a0, me_uint a1, me_uint a2, me_uint
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// The same for 32 inputs: unsigned bytes by signed bytes.
+ME_INLINE void me_mma(int (&c)[4], me_uint a0, me_uint a1, me_uint a2, me_uint a3, me_uint b0, me_uint b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 // (w & mask) | 0x43004300: two codes as the bfloat16 values 128 + q.
 template <me_uint MASK> ME_INLINE me_uint me_nibbles(me_uint w) {
   me_uint r;
