@@ -24,14 +24,12 @@ import mlx.core as mx
 
 from mlx_experts.engine.kernels.cpu import start, warm
 from mlx_experts.engine.kernels.request import Device
+from mlx_experts.engine.tools.device import compiled
 from mlx_experts.engine.tools.device.combinations import Combination
 from mlx_experts.engine.tools.device.report import Timed, Trial
 from mlx_experts.plugins.manager import add_plugin_file, plugin_files
 from mlx_experts.registry.errors import DeviceError, RegistryError
 
-# MLX's variable for the folder of compiled kernels. One for all would not do: MLX reads a file there that
-# another process has not finished.
-_COMPILED = "MLX_PTX_CACHE_DIR"
 # Seconds that a process may take to end by itself, and once it is told to.
 _BY_ITSELF, _ONCE_TOLD = 5.0, 2.0
 _IN_ONE = "with `--jobs 1` all runs in one process, which keeps a report of what goes wrong in it"
@@ -60,6 +58,7 @@ class _Worker:
     """A process and what it has done.
 
     Args:
+        compiled: its folder of MLX's compiled kernels.
         doing: the combination that it was given last.
         shares: what kernels are shared by that it has compiled.
         to_time: combinations, by their numbers, that it has compiled for their times.
@@ -67,6 +66,7 @@ class _Worker:
 
     process: SpawnProcess
     link: Connection
+    compiled: Path
     doing: Combination = field(init=False)
     shares: set[str] = field(default_factory=set)
     to_time: list[int] = field(default_factory=list)
@@ -142,7 +142,11 @@ def run(asked: Sequence[Combination], device: Device, jobs: int) -> tuple[list[T
         trials = _trials(workers, asked)
         # Nothing else runs beside what is timed.
         _end([worker for worker in workers if not worker.to_time])
-        return trials, _times(workers, asked)
+        times = _times(workers, asked)
+        _end(workers)
+        # All have answered, so none was writing when it ended.
+        compiled.keep(worker.compiled for worker in workers)
+        return trials, times
 
 
 def _trials(workers: Sequence[_Worker], asked: Sequence[Combination]) -> list[Trial]:
@@ -230,16 +234,17 @@ def _end(workers: Sequence[_Worker]) -> None:
         worker.process.join()
 
 
-def _start(device: Device, compiled: Path) -> _Worker:
+def _start(device: Device, folder: Path) -> _Worker:
     """One process, which waits for combinations."""
+    compiled.lend(folder)
     ours, theirs = multiprocessing.Pipe()
     # What is daemonic ends with this process at the latest.
     process = multiprocessing.get_context("spawn").Process(
-        target=_work, args=(theirs, device, compiled, plugin_files()), daemon=True
+        target=_work, args=(theirs, device, folder, plugin_files()), daemon=True
     )
     process.start()
     theirs.close()
-    return _Worker(process, ours)
+    return _Worker(process, ours, folder)
 
 
 @contextmanager
@@ -260,9 +265,9 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(link: Connection, device: Device, compiled: Path, plugins: Sequence[Path]) -> None:
+def _work(link: Connection, device: Device, folder: Path, plugins: Sequence[Path]) -> None:
     """What a process does: runs and times what it is given until nobody can ask it any more."""
-    os.environ[_COMPILED] = str(compiled)
+    os.environ[compiled.VARIABLE] = str(folder)
     if device == "cpu":
         mx.set_default_device(mx.cpu)
     for path in plugins:
