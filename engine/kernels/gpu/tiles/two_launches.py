@@ -1,7 +1,8 @@
-"""The tensor-core launches: which request they take, and how the work is cut into blocks.
+"""The two tensor-core launches: which request they take, the names that their texts read, and the texts.
 
 They take every format under 16-bit activations; float32 activations and float32 weights stay with the
-warp-per-row launches. ``chunk.cu`` says how the product is laid out, and ``tile_form`` in which form.
+warp-per-row launches. ``chunk.cu`` says how the product is laid out, ``form`` in which form, and ``cuts`` how
+the work is cut into blocks.
 """
 
 from __future__ import annotations
