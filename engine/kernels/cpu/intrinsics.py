@@ -203,28 +203,29 @@ def as_float(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.int64), codegen
 
 
+def _call(count: int) -> Any:
+    """What an intrinsic returns that calls the machine code at its first argument with ``count`` integers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * count)
+        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * (count + 1)), codegen
+
+
 @intrinsic
 def call_part(typingctx: Any, part: Any, index: Any, context: Any) -> Any:
     """Call a part by its address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 2)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    return _call(2)
 
 
 @intrinsic
 def call_loop(typingctx: Any, loop: Any, part: Any, count: Any, context: Any) -> Any:
     """Call a part for each index below ``count``, by the loop at this address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 3)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    return _call(3)
 
 
 @intrinsic
@@ -234,12 +235,7 @@ def call_rows(
 ) -> Any:  # fmt: skip
     """Call a compiled ``rows_product`` by address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 10)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), codegen
+    return _call(10)
 
 
 @intrinsic
@@ -249,12 +245,7 @@ def call_decode(
 ) -> Any:  # fmt: skip
     """Call a compiled ``decode_rows`` by address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 9)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), codegen
+    return _call(9)
 
 
 @intrinsic
@@ -264,12 +255,7 @@ def call_dot(
 ) -> Any:  # fmt: skip
     """Call a compiled ``dot_tile`` by address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 10)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), codegen
+    return _call(10)
 
 
 @intrinsic
@@ -278,12 +264,7 @@ def call_quantise(
 ) -> Any:
     """Call a compiled ``int8.quantise`` by address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 6)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    return _call(6)
 
 
 @intrinsic
@@ -303,12 +284,7 @@ def call_split(
 ) -> Any:  # fmt: skip
     """Call a compiled ``amx.split`` by address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 5)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    return _call(5)
 
 
 @intrinsic
@@ -318,9 +294,4 @@ def call_unit(
 ) -> Any:  # fmt: skip
     """Call a compiled ``amx.product`` by address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        type_ = ir.FunctionType(ir.VoidType(), [_LONG] * 13)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 14), codegen
+    return _call(13)
