@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from mlx_experts.registry.catalog.catalog import Catalog
 from mlx_experts.registry.spec.family import Family
-from mlx_experts.registry.spec.values import Ref, Spec
+from mlx_experts.registry.spec.references import references
 
 FILE = Path(__file__).parent.parent / "registry" / "resolve" / "class_defaults.yaml"
 HEAD = "# Written by scripts/class_defaults.py from transformers' config classes.\n"
@@ -51,26 +51,6 @@ def worked_out(kind: Any, inner: Set[str]) -> set[str]:
         nested = kind.sub_configs[key] if part is None else part.get_config_class(part.model_type)
         found |= worked_out(nested, inner)
     return found
-
-
-def references(value: Any) -> Iterator[Ref]:
-    """Every reference of a family, also those inside others."""
-    if isinstance(value, Ref):
-        yield value
-        for inner in (value.default, value.if_null, value.present, value.map):
-            yield from references(inner)
-    elif isinstance(value, Spec):
-        for key in type(value).model_fields:
-            yield from references(getattr(value, key))
-    elif isinstance(value, Mapping):
-        if "from" in value:
-            yield from references(Ref.model_validate(value))
-        else:
-            for each in value.values():
-                yield from references(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from references(each)
 
 
 def at(config: Any, key: str) -> Any:

@@ -29,7 +29,7 @@ from mlx_experts.registry.catalog.yaml_reader import read_yaml
 from mlx_experts.registry.errors import RegistryError
 from mlx_experts.registry.resolve.tiny_config import tiny_config
 from mlx_experts.registry.spec.family import Family
-from mlx_experts.registry.spec.values import Ref, Spec
+from mlx_experts.registry.spec.references import references
 
 _TESTS = Path(__file__).parent.parent
 _MAPPINGS = frozenset(
@@ -130,26 +130,6 @@ def known_keys(name: str, model_types: tuple[str, ...]) -> frozenset[str]:
                 found.update(getattr(each, "attribute_map", {}))
         found.update(mlx_lm_arguments(model_type) or ())
     return frozenset(found)
-
-
-def references(value: Any) -> Iterator[Ref]:
-    """Every reference below a section."""
-    if isinstance(value, Ref):
-        yield value
-        for each in (value.default, value.if_null, value.present, value.map):
-            yield from references(each)
-    elif isinstance(value, Spec):
-        for field in type(value).model_fields:
-            yield from references(getattr(value, field))
-    elif isinstance(value, dict):
-        if "from" in value:
-            yield from references(Ref.model_validate(value))
-        else:
-            for each in value.values():
-                yield from references(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from references(each)
 
 
 def keys_of(family: Family) -> set[str]:
