@@ -94,14 +94,24 @@ def _compare(
         return None
     error = cast(float, (distance / mx.maximum(size, 1e-20)).item())
     bound = max(_BOUNDS[x.dtype], INT8_BOUND if activations == "int8" else 0.0)
+    found = f"a distance of {error:.1e} to float32 products, relative to what is added up"
+    return judged(error, bound, found, f"The fused kernel '{kernel}'", "gathered products are used instead")
+
+
+def judged(error: float, bound: float, found: str, kernel: str, instead: str) -> Literal["agrees"] | Decline:
+    """What is made of a kernel's distance to truth; one that is too far off is warned of.
+
+    Args:
+        found: the distance, in words.
+        kernel: which kernel it is, as the warning begins.
+        instead: what runs in its place, in words.
+    """
     if error <= bound:
         return "agrees"
-    found = f"a distance of {error:.1e} to float32 products, relative to what is added up"
+    report = "what `registry check --device` prints."
     warnings.warn(
-        f"The fused kernel '{kernel}' computes something else on this machine ({found}); gathered "
-        "products are used instead. Please report what `registry check --device` prints.",
+        f"{kernel} computes something else on this machine ({found}); {instead}. Please report {report}",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    wanted = f"at most {bound:.0e}"
-    return Decline("self_check", wanted, found, "Report what `registry check --device` prints.")
+    return Decline("self_check", f"at most {bound:.0e}", found, f"Report {report}")
