@@ -10,9 +10,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
-
-import mlx.core as mx
 
 # MLX's variable for the folder.
 VARIABLE = "MLX_PTX_CACHE_DIR"
@@ -21,7 +20,7 @@ VARIABLE = "MLX_PTX_CACHE_DIR"
 def kept() -> Path:
     """The folder that MLX uses on this machine, whether it is there or not."""
     named = os.environ.get(VARIABLE)
-    return Path(named) if named else Path(tempfile.gettempdir()) / "mlx" / mx.__version__ / "ptx"
+    return Path(named) if named else Path(tempfile.gettempdir()) / "mlx" / version("mlx") / "ptx"
 
 
 def lend(folder: Path) -> None:

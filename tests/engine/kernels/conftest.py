@@ -176,6 +176,10 @@ class HostDevice:
                 arguments.append(_ATTRIBUTE_VALUES[attribute[2]])
         scope = "" if self.kind == "metal" else "mlx::core::cu::"
         call = f"{scope}{head[1]}({', '.join(arguments)});"
+        # A block's memory begins without meaning.
+        room = "mlx::core::cu::me_shared"
+        poison = f"if (host::current == 0) memset({room}, 0xFF, sizeof({room})); "
+        call = (poison if self.kind == "cuda" else "") + call
         program = (
             f'#include "{HOST / f"{self.kind}_host.h"}"\n{source}\n'
             f"static void body(void** p) {{ {call} }}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -224,9 +225,10 @@ ONE_LAUNCH = [
 ]
 
 
+@pytest.mark.parametrize("patience", [None, 0], ids=["waits", "never_waits"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize(("width", "stored"), ONE_LAUNCH, ids=str)
-def test_one_launch(width, stored, dtype, build_case, case_type):
+def test_one_launch(width, stored, dtype, patience, build_case, case_type):
     """Four calls at once, each with words of its own, against truth and against themselves."""
     mode, bits, group = stored
     sizes = dict(mode=mode, bits=bits, group=group, dtype=dtype)
@@ -234,6 +236,10 @@ def test_one_launch(width, stored, dtype, build_case, case_type):
     one = one_launch.plan(built.request, 132, 227 * 1024)
     assert one is not None
     launch = one_launch.build(cuda.BACKEND, built.experts, one)
+    if patience is not None:
+        header = re.sub(r"#define ME_PATIENCE \d+", f"#define ME_PATIENCE {patience}", launch.header)
+        assert header != launch.header
+        launch = dataclasses.replace(launch, header=header)
     held = arrays_of(built.experts) | {"x": built.x, "indices": built.indices, "weights": built.weights}
     states = [mx.full((one.words,), int(one_launch.NOTHING[:-1], 16), mx.uint32) for _ in range(4)]
     mx.eval(states)

@@ -6,7 +6,6 @@ do {
   if (item < ME_ITEMS) up_item(item);
   if (group >= ME_DOWN_BLOCKS) return;
   if (!asked) ask_down();
-  __syncthreads();
   int lost = await_all();
 #if ME_WEIGHED
   for (int look = 0; lost < 0 && __float_as_uint(me_fresh(act + ME_WEIGH_AT)) == ME_NOTHING; ++look) {
@@ -14,7 +13,7 @@ do {
   }
 #endif
   if (!__syncthreads_or(lost >= 0)) break;
-  if (lost >= 0 && lane == 0) {
+  if (lost >= 0) {
     const bool own = lost >= ME_ROUTED;
     const int block = (own ? lost - ME_ROUTED : lost % ME_F) / ME_ITEM_ROWS;
     *said = ME_WEIGHED && lost == ME_WEIGH_AT ? ME_ITEMS - 1

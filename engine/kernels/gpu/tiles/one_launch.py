@@ -36,6 +36,8 @@ from mlx_experts.engine.kernels.request import KernelRequest
 
 # A word of ``state`` before a block has left a value there, and looks before a block does another's work.
 NOTHING, _PATIENCE = "0xFFFFFFFFu", 64
+# Bytes of shared memory that the text itself has, for what a warp says to its block.
+_SAID = 16
 # More warps leave a thread fewer registers than both parts need.
 _WARPS = range(8, 25, 2)
 _SPLITS = (4, 2, 1)
@@ -85,7 +87,7 @@ class CutOne:
         return ceil(up / self.split) + self.tiles * ceil(down / self.warps)
 
     def room(self, request: KernelRequest) -> int:
-        """Bytes of shared memory."""
+        """Bytes of shared memory that the launch asks for."""
         return self.up.layout(request)[1] + self.down.layout(request)[1]
 
 
@@ -113,7 +115,7 @@ def plan(request: KernelRequest, multiprocessors: int, room: int) -> One | None:
     tiles = (1, 2) if request.down.rows % 32 == 0 else (1,)
     cuts = (CutOne(w, s, t) for w in _WARPS for s in _SPLITS for t in tiles if w % s == 0)
     fit = [c for c in cuts if c.blocks(request) <= multiprocessors]
-    fit = [c for c in fit if c.room(request) <= room]
+    fit = [c for c in fit if c.room(request) + _SAID <= room]
     best = min(fit, key=lambda c: (c.rounds(request), c.warps), default=None)
     return None if best is None else One(request, best)
 
@@ -133,7 +135,8 @@ def build(backend: Backend, experts: ExpertWeights, one: One) -> Launch:
     down["FIRST_ASKED"] = f"{warps - 1} - warp"
     down["ROUTED_ITEMS"] = request.top_k * -(-request.expert_width // rows)
     if is_weighed(request):
-        down["SHARE"] = str(down["SHARE"]).replace("act[ME_WEIGH_AT]", "me_fresh(act + ME_WEIGH_AT)")
+        for name in ("SHARE", "ADD_BIAS"):
+            down[name] = str(down[name]).replace("act[ME_WEIGH_AT]", "me_fresh(act + ME_WEIGH_AT)")
     weigh = (weigh_text(request) + text("rows.h")) if is_weighed(request) else ""
     header = text(backend.prelude) + tile_text("tensor") + tile_text("bulk_device") + tile_text("one_device")
     header += f"#define ME_PATIENCE {_PATIENCE}\n#define ME_NOTHING {NOTHING}\n" + tile_text("one_next")
