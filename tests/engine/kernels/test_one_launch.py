@@ -102,7 +102,7 @@ def test_a_block_that_does_not_wait_computes_what_is_missing(options, build_case
 
 def test_a_value_with_the_bits_of_nothing_is_left_as_another(host_cuda):
     source = (
-        f"#define ME_NOTHING {one_launch.NOTHING}\n{text('prelude.cu')}{tile_text('one_device', 'one_next')}"
+        f"#define ME_NOTHING {one_launch.NOTHING}\n{text('prelude.cu')}{tile_text('one_device', 'one_leave')}"
         "namespace mlx::core::cu {__global__ void leave(\n    const float* in,\n    float* out) {\n"
         "if (threadIdx.x < 2) me_leave(out + threadIdx.x, in[threadIdx.x]);\n}}"
     )

@@ -19,7 +19,7 @@ auto ask_sums = [&](int j, int a) {
   const int k = own ? ME_K : unit / units, u = own ? unit - routed : unit % units;
   const int i = u * (ME_GROUPS * eights) + lane;
   const bool there = j < count && lane < ME_GROUPS * eights && i < (own ? ME_SHARED : ME_F) / 8;
-  if (ME_SUMMED) sums[a] = there ? ME_ACT(pairs * 128 + k * (ME_F / 8) + i) : 0.0f;
+  if (ME_SUMMED) sums[a] = there ? act[pairs * 128 + k * (ME_F / 8) + i] : 0.0f;
 };
 auto ask_first = [&] {
   ME_UNROLL for (int j = 0; j < ME_STAGES; ++j) ask_act(j);

@@ -139,7 +139,7 @@ def build(backend: Backend, experts: ExpertWeights, one: One) -> Launch:
             down[name] = str(down[name]).replace("act[ME_WEIGH_AT]", "me_fresh(act + ME_WEIGH_AT)")
     weigh = (weigh_text(request) + text("rows.h")) if is_weighed(request) else ""
     header = text(backend.prelude) + tile_text("tensor") + tile_text("bulk_device") + tile_text("one_device")
-    header += f"#define ME_PATIENCE {_PATIENCE}\n#define ME_NOTHING {NOTHING}\n" + tile_text("one_next")
+    header += f"#define ME_PATIENCE {_PATIENCE}\n#define ME_NOTHING {NOTHING}\n" + tile_text("one_leave")
     header += activation_text(request.activation) or ""
     header += _apart("me_up", up, weigh + cut.up.form(request).texts)
     header += _apart("me_down", down, cut.down.form(request).texts) + bounded(warps)

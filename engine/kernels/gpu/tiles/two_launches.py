@@ -265,7 +265,6 @@ def mma_down(
 ) -> Launch:
     """Launch B on what ``mma_up`` leaves for this cut."""
     settings, groups = down_settings(experts, request, cut, many=many)
-    settings |= {"ACT(i)": "act[i]"}
     return Launch(
         label="experts_down_mma",
         inputs=("act", "indices", "weights", *down_arrays(experts)),
